@@ -1,0 +1,97 @@
+"""What a pool is made of: endpoints, what their sources say of them, and what their engines report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from picker.policy.constraints import Taint
+
+
+class EngineKind(StrEnum):
+    """The serving engine behind an endpoint; decides metric names and event layouts."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TRTLLM = "trtllm"
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSpec:
+    """One endpoint as its source (static file or Kubernetes) describes it.
+
+    `uid` is the identity: a replaced pod has a new uid even at the same address. With data parallelism each
+    (pod, rank) is an endpoint of its own and `uid` names both. Addresses are bare (no brackets), ports are
+    1..65535. `metrics_url` None: not scraped. `kv_events` None: no KV events, predictions only.
+    """
+
+    uid: str
+    name: str
+    address: str
+    port: int
+    rank: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Taint, ...] = ()
+    ready: bool = True
+    cordoned: bool = False
+    engine: EngineKind = EngineKind.VLLM
+    metrics_url: str | None = None
+    kv_events: str | None = None
+    kv_replay: str | None = None
+    block_size: int | None = None
+    max_num_batched_tokens: int | None = None
+    models: frozenset[str] = frozenset()
+
+    @property
+    def authority(self) -> str:
+        """`ip:port`, IPv6 in brackets: the form of the destination header."""
+        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """One scrape of an engine's metrics. None means not reported or not a number, never zero.
+
+    `at` is on the clock of the caller (seconds); `kv_usage` is a fraction 0..1 of blocks held by requests.
+    """
+
+    at: float
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    adapters: frozenset[str] = frozenset()
+    max_adapters: int | None = None
+    prefix_hits: float | None = None
+    prefix_queries: float | None = None
+
+
+class Endpoint:
+    """One live endpoint. Its slot is its bit in every endpoint mask until the endpoint leaves the pool.
+
+    `spec` and `report` are replaced whole by the pool; everything else that changes lives in the ledger.
+    """
+
+    __slots__ = ("block_size_seen", "report", "slot", "spec")
+
+    def __init__(self, slot: int, spec: EndpointSpec) -> None:
+        self.slot = slot
+        self.spec = spec
+        self.report: EngineReport | None = None
+        # Learned from KV events: the truth, where there is one.
+        self.block_size_seen: int | None = None
+
+    @property
+    def bit(self) -> int:
+        return 1 << self.slot
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens in a KV block: from events, else from the scrape, else as configured."""
+        reported = self.report.block_size if self.report else None
+        return self.block_size_seen or reported or self.spec.block_size
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.spec.name} at {self.spec.authority}, slot {self.slot})"
