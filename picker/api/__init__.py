@@ -1,0 +1,1 @@
+"""Picker's own gRPC API, compiled from `protos/picker/` when Picker is built or installed."""
