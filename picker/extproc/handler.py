@@ -1,0 +1,89 @@
+"""What the ext_proc server asks of the deciding side, and what that side answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Headers = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A whole request as the gateway handed it over; nothing of it has gone upstream yet.
+
+    `headers` have lower-case names, keep duplicates and order, and leave the pseudo headers out. `body` is the
+    bytes as the client sent them (still compressed, if they were); `has_body` is False only when the headers
+    ended the request, so an empty body and no body can be told apart. `metadata` is Envoy's
+    `filter_metadata`: namespace -> plain JSON-like values. `received_at` is on the server's clock (seconds).
+
+    `observes_response`: the gateway streams the response through Picker, so `Exchange.finished` means that the
+    response is over. Otherwise its end is learned elsewhere (access log, engine metrics).
+    """
+
+    method: str
+    path: str
+    authority: str
+    headers: Headers
+    body: bytes
+    has_body: bool
+    metadata: Mapping[str, Any]
+    received_at: float
+    observes_response: bool
+
+
+class Exchange(Protocol):
+    """Follows one routed request from the decision to the end of its ext_proc stream.
+
+    Its methods must be quick and must not raise; what they raise is logged and counted, never sent on.
+    """
+
+    wants_response_body: bool
+
+    def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
+        """The response began. `served` is the endpoint that the gateway says it really used, if it says."""
+
+    def response_chunk(self, data: bytes) -> None:
+        """A piece of the response body; only called where `wants_response_body`."""
+
+    def finished(self) -> None:
+        """The stream is over, in whatever way. Called exactly once for every `Routed`, even one never sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Send the request to `endpoint`: `ip:port`, or a fallback list `ip:port,ip:port` in order of preference.
+
+    `body` None forwards the client's bytes untouched. `set_headers` overwrite; `remove_headers` go first.
+    """
+
+    endpoint: str
+    exchange: Exchange
+    set_headers: tuple[tuple[str, str], ...] = ()
+    remove_headers: tuple[str, ...] = ()
+    body: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer the client with an error in the OpenAI shape.
+
+    `reason` is a machine word from a closed set (`x-picker-dropped-reason`, a metric label); `message` is for
+    people. `retry_after` is in seconds. `kind` is the OpenAI error type; by default it follows from `status`.
+    """
+
+    status: int
+    reason: str
+    message: str
+    retry_after: float | None = None
+    kind: str | None = None
+    param: str | None = None
+    code: str | None = None
+
+
+class RequestHandler(Protocol):
+    """Decides where requests go."""
+
+    async def route(self, arrival: Arrival) -> Routed | Refused:
+        """Decide. Cancelled when the client or the gateway goes away while this waits."""
