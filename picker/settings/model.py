@@ -1,0 +1,208 @@
+"""The settings, in groups: each with its default, its bounds and what it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Trust = Literal["accept", "ignore", "metadata"]
+
+
+class Section(BaseModel):
+    """A group of settings; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class TlsSettings(Section):
+    mode: Literal["off", "self-signed", "files"] = Field(
+        "off",
+        description="`self-signed` makes a certificate at start, for gateways that do not verify it.",
+    )
+    cert_file: Path | None = Field(
+        None, description="PEM certificate chain, for mode `files`; followed as it changes."
+    )
+    key_file: Path | None = Field(None, description="PEM private key, for mode `files`.")
+    client_ca_file: Path | None = Field(
+        None, description="Ask clients for a certificate that this PEM bundle vouches for, and refuse others."
+    )
+
+    @model_validator(mode="after")
+    def _files_are_named(self) -> TlsSettings:
+        if self.mode == "files" and not (self.cert_file and self.key_file):
+            raise ValueError("mode `files` needs cert_file and key_file")
+        if self.mode != "files" and (self.cert_file or self.key_file):
+            raise ValueError("cert_file and key_file are for mode `files`")
+        return self
+
+
+class ExtProcSettings(Section):
+    """The gRPC face that the gateway talks to."""
+
+    host: str = Field("0.0.0.0", description="Address to listen on.")
+    port: Port = Field(9002, description="Port of the ext_proc service; 0 takes a free one.")
+    health_port: Port = Field(9003, description="Port of the gRPC health service; 0 takes a free one.")
+    body_limit: ByteSize = Field(
+        ByteSize(32 * 1024**2),
+        gt=0,
+        description="Largest request body, in bytes or as 32MiB; a larger one gets 413.",
+    )
+    total_body_limit: ByteSize = Field(
+        ByteSize(1024**3),
+        gt=0,
+        description="Bytes of all bodies held at once; past it new requests get 503.",
+    )
+    max_streams: PositiveInt = Field(10_000, description="Requests open at once; past it new ones get 503.")
+    observe: Literal["off", "usage"] = Field(
+        "off",
+        description="`usage` also reads responses, where they pass through, for the tokens reported.",
+    )
+    tls: TlsSettings = TlsSettings()
+
+
+class AdminSettings(Section):
+    """Metrics, health, the dashboard and the Introspection API."""
+
+    host: str = Field(
+        "127.0.0.1",
+        description="Address to listen on. Beyond loopback, all but metrics and health need the token.",
+    )
+    port: Port = Field(9090, description="HTTP port; 0 takes a free one.")
+    grpc_port: Port = Field(9091, description="Port of the Introspection API; 0 takes a free one.")
+    token_file: Path | None = Field(None, description="File with the bearer token that readers must send.")
+    public_metrics: bool = Field(True, description="Serve /metrics without the token.")
+
+
+class HintSettings(Section):
+    """Who may send which hint: `accept` anyone, `metadata` only the gateway, `ignore` nobody."""
+
+    policy_class: Trust = Field("metadata", description="The policy class.")
+    priority: Trust = Field("metadata", description="The priority within the class.")
+    strict_priority: Trust = Field("metadata", description="The strict priority tier.")
+    pin: Trust = Field("metadata", description="The exact endpoint.")
+    rank: Trust = Field("metadata", description="The data-parallel rank.")
+    tolerations: Trust = Field("metadata", description="Taints that the request tolerates.")
+    required_taints: Trust = Field("metadata", description="Taints that the endpoint must have.")
+    preferred_taints: Trust = Field("metadata", description="Taints that make an endpoint cheaper.")
+    allow_list: Trust = Field("metadata", description="Endpoints that the request is limited to.")
+    ttl: Trust = Field("accept", description="A shorter longest wait.")
+    ttft_ms: Trust = Field("accept", description="The time to first token that the client hopes for.")
+    fairness_id: Trust = Field("metadata", description="The tenant, for fairness inside a class.")
+    request_id: Trust = Field("accept", description="The request's id in logs and decisions.")
+    session: Trust = Field("accept", description="The session, for affinity.")
+
+
+class PolicySettings(Section):
+    """The policy file and who may say which class a request belongs to."""
+
+    file: Path | None = Field(None, description="The policy YAML. Without one there is one class, `default`.")
+    reload_interval: PositiveFloat = Field(2.0, description="Seconds between looks for a new version.")
+    hints: HintSettings = HintSettings()
+
+
+class KubernetesSettings(Section):
+    name: str | None = Field(None, description="The InferencePool to serve; turns the Kubernetes source on.")
+    namespace: str | None = Field(None, description="Its namespace; by default the picker's own.")
+    node_taints: bool = Field(False, description="Also take taints from the pods' nodes.")
+    leader_election: bool = Field(False, description="Only the holder of the pool's Lease is ready.")
+
+
+class PoolSettings(Section):
+    """Where the endpoints come from, and how their engines are asked."""
+
+    file: Path | None = Field(None, description="Static pool YAML. Read anew when it changes.")
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    max_endpoints: PositiveInt = Field(4096, description="Endpoints past this number are left out.")
+    scrape_interval: PositiveFloat = Field(0.2, description="Seconds between scrapes of an engine.")
+    scrape_timeout: PositiveFloat = Field(1.0, description="Seconds to wait for a scrape.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PoolSettings:
+        if self.file is not None and self.kubernetes.name is not None:
+            raise ValueError("file and kubernetes.name are two sources; a pool has one")
+        return self
+
+
+class TokenSettings(Section):
+    """Tokenizers and the bounds of their work."""
+
+    models: dict[str, Path] = Field(
+        {}, description="Directory with tokenizer.json by model name; `*` stands for every other model."
+    )
+    threads: PositiveInt = Field(4, description="Threads that tokenize.")
+    timeout: PositiveFloat = Field(2.0, description="Seconds for one prompt; past it, its size is estimated.")
+    max_prompt_bytes: ByteSize = Field(
+        ByteSize(8 * 1024**2), gt=0, description="Longer prompts are estimated by their size."
+    )
+    cache: ByteSize = Field(ByteSize(128 * 1024**2), description="Bytes of the tokenization cache.")
+
+
+class KvCacheSettings(Section):
+    """The index of what each engine has cached."""
+
+    max_blocks: PositiveInt = Field(4_000_000, description="Blocks in the index; past it the oldest go.")
+    predicted_ttl: PositiveFloat = Field(
+        120.0,
+        description="Seconds that a prediction lives without an event that confirms it.",
+    )
+
+
+class QueueSettings(Section):
+    """Bounds of the waiting room."""
+
+    max_wait: PositiveFloat | None = Field(
+        60.0,
+        description="Longest wait in seconds where a class sets no max_queue_wait; null: for ever.",
+    )
+    max_lanes: PositiveInt = Field(1024, description="Distinct sets of constraints that may wait at once.")
+    max_tenants: PositiveInt = Field(4096, description="Tenants told apart in a class; the rest share.")
+    drain_grace: NonNegativeFloat = Field(
+        30.0, description="Seconds between SIGTERM and the end, for what waits and runs to finish."
+    )
+
+
+class LogSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="`debug` writes one line for each decision."
+    )
+    format: Literal["auto", "json", "console"] = Field(
+        "auto", description="`auto`: console on a terminal, else json."
+    )
+    decisions_per_second: NonNegativeFloat = Field(
+        1.0, description="At level info, at most this many decisions a second are written."
+    )
+
+
+class TelemetrySettings(Section):
+    tracing: bool = Field(
+        False, description="Send OpenTelemetry spans; needs the extra `otel` and heeds the OTEL_ variables."
+    )
+    trace_ratio: float = Field(0.01, ge=0, le=1, description="Part of the requests to trace.")
+    decisions: NonNegativeInt = Field(1000, description="Decisions kept for the dashboard and the API.")
+
+
+class Settings(Section):
+    """All of it."""
+
+    extproc: ExtProcSettings = ExtProcSettings()
+    admin: AdminSettings = AdminSettings()
+    policy: PolicySettings = PolicySettings()
+    pool: PoolSettings = PoolSettings()
+    tokens: TokenSettings = TokenSettings()
+    kvcache: KvCacheSettings = KvCacheSettings()
+    queue: QueueSettings = QueueSettings()
+    log: LogSettings = LogSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
