@@ -1,0 +1,1 @@
+"""What each endpoint has in its KV cache: block keys, the index, engine events, and predictions."""

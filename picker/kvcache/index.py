@@ -1,0 +1,171 @@
+"""The KV index: which endpoints hold which block, in which tier."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from picker.kvcache.matching import PrefixMatch, Tier, match_prefixes, slots_of
+
+
+@dataclass(slots=True)
+class IndexStats:
+    """Monotonic counters. A block counts once per slot and tier, `evicted` once per key."""
+
+    stored: int = 0
+    removed: int = 0
+    evicted: int = 0
+    cleared: int = 0
+
+
+class KvIndex:
+    """Block key -> bit masks of slots, one mask per tier.
+
+    Bounded by `max_blocks` distinct keys. Over that, leaves go first (blocks that no indexed block follows),
+    the one added longest ago first, so that what is left of a chain can always be matched from its start.
+
+    All state that grows with the cache is kept in dicts of plain integers, which the garbage collector does
+    not walk: a million blocks cost memory, never pauses.
+    """
+
+    def __init__(
+        self, max_blocks: int = 4_000_000, *, on_stored: Callable[[int, int], None] | None = None
+    ) -> None:
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks {max_blocks} is not positive")
+        self.max_blocks = max_blocks
+        #: Called with (slot, key) for each block stored on a device, also when it was there already: an
+        #: engine that computes a block again has finished it again.
+        self.on_stored = on_stored
+        self.stats = IndexStats()
+        self._holders: tuple[dict[int, int], ...] = ({}, {}, {})
+        self._parents: dict[int, int] = {}  # has every key of the index
+        self._children: dict[int, int] = {}  # number of indexed blocks that follow; absent = none
+        self._leaves: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._slots: dict[int, dict[int, int]] = {}  # slot -> key -> bits of tiers
+
+    def __len__(self) -> int:
+        """Distinct blocks."""
+        return len(self._parents)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._parents
+
+    def blocks_of(self, slot: int) -> int:
+        """Distinct blocks that the slot holds, in whatever tier."""
+        return len(self._slots.get(slot, ()))
+
+    def holds(self, slot: int, key: int, tier: Tier) -> bool:
+        return bool(self._slots.get(slot, {}).get(key, 0) >> tier & 1)
+
+    def parent(self, key: int) -> int | None:
+        """The key of the block before (or of the root), None if `key` is not in the index."""
+        return self._parents.get(key)
+
+    def add(self, slot: int, keys: Iterable[int], parent: int, tier: Tier = Tier.DEVICE) -> None:
+        """The slot now holds `keys`, consecutive blocks that follow `parent`. Adding twice is the same as
+        once.
+        """
+        held = self._slots.setdefault(slot, {})
+        holders = self._holders[tier]
+        parents = self._parents
+        bit, tier_bit = 1 << slot, 1 << tier
+        stored = 0
+        for key in keys:
+            tiers = held.get(key, 0)
+            if not tiers & tier_bit:
+                held[key] = tiers | tier_bit
+                holders[key] = holders.get(key, 0) | bit
+                stored += 1
+                if key not in parents:
+                    self._link(key, parent)
+            if self.on_stored is not None and tier is Tier.DEVICE:
+                self.on_stored(slot, key)
+            parent = key
+        self.stats.stored += stored
+        while len(parents) > self.max_blocks:
+            self._evict()
+
+    def remove(self, slot: int, keys: Iterable[int], tier: Tier = Tier.DEVICE) -> None:
+        """The slot no longer holds these blocks in this tier. Blocks that it did not hold are ignored."""
+        held = self._slots.get(slot)
+        if held is None:
+            return
+        holders = self._holders[tier]
+        bit, tier_bit = 1 << slot, 1 << tier
+        for key in keys:
+            tiers = held.get(key, 0)
+            if not tiers & tier_bit:
+                continue
+            if tiers == tier_bit:
+                del held[key]
+            else:
+                held[key] = tiers ^ tier_bit
+            self._release(holders, key, bit)
+            self.stats.removed += 1
+        if not held:
+            del self._slots[slot]
+
+    def find_matches(self, keys: Iterable[int], mask: int) -> dict[int, PrefixMatch]:
+        """Slot -> how many of `keys` it holds from block 0 on without a gap. Slots with none are left out.
+
+        Only slots whose bit is in `mask` are looked at. Reads only.
+        """
+        return match_prefixes(keys, mask, *self._holders)
+
+    def clear(self, slot: int) -> None:
+        """The slot's cache is empty or unknown: forget its blocks. Costs by that slot's blocks only."""
+        self.stats.cleared += 1
+        self.drop(slot)
+
+    def drop(self, slot: int) -> None:
+        """The slot's endpoint is gone: forget its blocks, so that the slot can serve another endpoint."""
+        bit = 1 << slot
+        for key, tiers in self._slots.pop(slot, {}).items():
+            for tier, holders in enumerate(self._holders):
+                if tiers >> tier & 1:
+                    self._release(holders, key, bit)
+
+    def _release(self, holders: dict[int, int], key: int, bit: int) -> None:
+        """Take one holder off a block in one tier, and the block off the index after the last one."""
+        if rest := holders[key] & ~bit:
+            holders[key] = rest
+            return
+        del holders[key]
+        device, host, disk = self._holders
+        if key not in device and key not in host and key not in disk:
+            self._unlink(key)
+
+    def _link(self, key: int, parent: int) -> None:
+        self._parents[key] = parent
+        self._children[parent] = self._children.get(parent, 0) + 1
+        self._leaves.pop(parent, None)
+        if key not in self._children:
+            self._leaves[key] = None
+
+    def _unlink(self, key: int) -> None:
+        parent = self._parents.pop(key)
+        self._leaves.pop(key, None)
+        if children := self._children[parent] - 1:
+            self._children[parent] = children
+            return
+        del self._children[parent]
+        if parent in self._parents:
+            # To the front: a chain that began to go from its tail goes on before another one is touched.
+            self._leaves[parent] = None
+            self._leaves.move_to_end(parent, last=False)
+
+    def _evict(self) -> None:
+        """Forget one leaf, whoever holds it."""
+        key = next(iter(self._leaves))
+        holder_mask = 0
+        for holders in self._holders:
+            holder_mask |= holders.pop(key, 0)
+        for slot in slots_of(holder_mask):
+            held = self._slots[slot]
+            del held[key]
+            if not held:
+                del self._slots[slot]
+        self._unlink(key)
+        self.stats.evicted += 1

@@ -1,0 +1,114 @@
+"""How much of a prompt's chain of blocks each endpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Tier(IntEnum):
+    """Where a block is kept, best first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+
+#: What a cached block is worth against computing it anew.
+DEVICE_WEIGHT, HOST_WEIGHT, DISK_WEIGHT = 1.0, 0.75, 0.25
+
+
+class PrefixMatch(NamedTuple):
+    """Blocks of a prompt that one endpoint holds, contiguous from block 0, each counted once at its best
+    tier.
+    """
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return self.device + self.host + self.disk
+
+    @property
+    def weighted(self) -> float:
+        """The match in blocks, slower tiers counting for less."""
+        return self.device * DEVICE_WEIGHT + self.host * HOST_WEIGHT + self.disk * DISK_WEIGHT
+
+
+def match_prefixes(
+    keys: Iterable[int],
+    mask: int,
+    device: Mapping[int, int],
+    host: Mapping[int, int],
+    disk: Mapping[int, int],
+) -> dict[int, PrefixMatch]:
+    """Slot -> match, for the slots of `mask` that hold at least block 0. `device` and so on: key -> slots'
+    bits.
+
+    One pass over the keys that ends at the first block which nobody left has. It does work for a slot only
+    where the slot's run ends or moves to another tier, so the usual cost is one look-up and one `and` per
+    block.
+    """
+    matches: dict[int, PrefixMatch] = {}
+    alive = mask  # slots that held every block so far
+    at_host = at_disk = 0  # of these, the ones whose latest block was only there
+    host_blocks: dict[int, int] = {}
+    disk_blocks: dict[int, int] = {}
+    depth = 0
+    for key in keys:
+        on_device = device.get(key, 0) & alive
+        if on_device != alive or at_host or at_disk:
+            on_host = host.get(key, 0) & alive & ~on_device
+            on_disk = disk.get(key, 0) & alive & ~on_device & ~on_host
+            if on_host != at_host:
+                _turn(host_blocks, at_host, on_host, depth)
+                at_host = on_host
+            if on_disk != at_disk:
+                _turn(disk_blocks, at_disk, on_disk, depth)
+                at_disk = on_disk
+            if ended := alive & ~(on_device | on_host | on_disk):
+                _finish(matches, ended, depth, host_blocks, disk_blocks)
+                alive ^= ended
+            if not alive:
+                return matches
+        depth += 1
+    _turn(host_blocks, at_host, 0, depth)
+    _turn(disk_blocks, at_disk, 0, depth)
+    _finish(matches, alive, depth, host_blocks, disk_blocks)
+    return matches
+
+
+def slots_of(mask: int) -> Iterator[int]:
+    """The slots whose bits are set, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _turn(counts: dict[int, int], before: int, after: int, depth: int) -> None:
+    """Count runs in a tier by their ends: a run that starts at block s and ends before block e adds e - s."""
+    for slot in slots_of(before ^ after):
+        counts[slot] = counts.get(slot, 0) + (-depth if after >> slot & 1 else depth)
+
+
+def _finish(
+    matches: dict[int, PrefixMatch],
+    ended: int,
+    depth: int,
+    host_blocks: Mapping[int, int],
+    disk_blocks: Mapping[int, int],
+) -> None:
+    """Record the match of slots that held `depth` blocks and no more."""
+    if not depth:
+        return
+    device_only = PrefixMatch(depth)
+    for slot in slots_of(ended):
+        if slot in host_blocks or slot in disk_blocks:
+            on_host, on_disk = host_blocks.get(slot, 0), disk_blocks.get(slot, 0)
+            matches[slot] = PrefixMatch(depth - on_host - on_disk, on_host, on_disk)
+        else:
+            matches[slot] = device_only
