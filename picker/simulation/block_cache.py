@@ -18,8 +18,8 @@ from typing import Protocol
 class BlockTable:
     """The blocks of one request.
 
-    `keys` names its full blocks from the first on, as far as they are known; `blocks` are the ids that it
-    holds; the first `stored` of them can be found by others.
+    `keys` names its full blocks from the first on, as far as they are known (perhaps further than they are
+    computed); `blocks` are the ids that it holds; the first `stored` of them can be found by others.
     """
 
     __slots__ = ("blocks", "keys", "stored")
@@ -28,9 +28,6 @@ class BlockTable:
         self.keys = keys
         self.blocks: list[int] = []
         self.stored = 0
-
-    def extend_keys(self, blocks: int) -> None:
-        """Called when `blocks` blocks fill up, so that a table that knows its tokens can add keys."""
 
 
 class CacheListener(Protocol):
@@ -90,15 +87,19 @@ class BlockCache:
         """Blocks that a prompt of this length would reuse: its last token is always computed again."""
         return self.match(keys, (prompt_tokens - 1) // self.block_size)
 
+    def fits(self, table: BlockTable, matched: int, tokens: int) -> bool:
+        """Whether an empty table that reuses `matched` blocks could grow to `tokens` tokens now."""
+        idle = sum(1 for key in table.keys[:matched] if self._references[self._holder(key)] == 0)
+        return self._blocks_for(tokens) - matched + idle <= len(self._free)
+
     def start(self, table: BlockTable, matched: int, tokens: int) -> bool:
         """Give an empty table its `matched` resident blocks and room for its first `tokens` tokens.
 
         False, with nothing changed, when there are too few free blocks.
         """
-        shared = [self._holder(key) for key in table.keys[:matched]]
-        waiting = sum(1 for block in shared if self._references[block] == 0)
-        if self._blocks_for(tokens) - matched + waiting > len(self._free):
+        if not self.fits(table, matched, tokens):
             return False
+        shared = [self._holder(key) for key in table.keys[:matched]]
         for block in shared:
             if self._references[block] == 0:
                 del self._free[block]
@@ -117,10 +118,7 @@ class BlockCache:
             return False
         for _ in range(missing):
             table.blocks.append(self._take())
-        full = tokens // self.block_size
-        if full > len(table.keys):
-            table.extend_keys(full)
-        self._store(table, min(full, len(table.keys)))
+        self._store(table, min(tokens // self.block_size, len(table.keys)))
         return True
 
     def release(self, table: BlockTable) -> None:

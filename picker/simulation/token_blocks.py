@@ -53,34 +53,31 @@ CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class TokenTable(BlockTable):
-    """A request's table with its tokens: the prompt, then whatever has been generated.
+    """A request's table with its tokens: the prompt, then what will be generated.
 
     `salt` isolates its cache from other salts, `adapter` is its LoRA name. Real vLLM also hashes the
     adapter's path, which a mock does not have.
     """
 
-    __slots__ = ("_digests", "adapter", "block_size", "salt", "tokens")
+    __slots__ = ("adapter", "block_size", "salt", "tokens")
 
     def __init__(
         self, tokens: list[int], block_size: int, salt: str | None = None, adapter: str | None = None
     ) -> None:
-        super().__init__([])
         self.tokens = tokens
         self.block_size = block_size
         self.salt = salt
         self.adapter = adapter
-        self._digests: list[bytes] = []
-        self.extend_keys(len(tokens) // block_size)
+        super().__init__(self._chain())
 
-    def extend_keys(self, blocks: int) -> None:
-        for index in range(len(self.keys), min(blocks, len(self.tokens) // self.block_size)):
-            parent = self._digests[-1] if index else ROOT
-            start = index * self.block_size
-            digest = _digest(
-                (parent, tuple(self.tokens[start : start + self.block_size]), self._extra(index))
-            )
-            self._digests.append(digest)
-            self.keys.append(wire_hash(digest))
+    def _chain(self) -> list[int]:
+        keys: list[int] = []
+        parent = ROOT
+        for index in range(len(self.tokens) // self.block_size):
+            tokens = tuple(self.tokens[index * self.block_size : (index + 1) * self.block_size])
+            parent = _digest((parent, tokens, self._extra(index)))
+            keys.append(wire_hash(parent))
+        return keys
 
     def _extra(self, index: int) -> tuple[tuple[str, ...], ...] | None:
         tagged: list[tuple[str, ...]] = []
