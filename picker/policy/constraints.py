@@ -70,6 +70,12 @@ class Toleration:
             raise ValueError(f"toleration {text!r}: effect must be one of {', '.join(TaintEffect)}")
         return cls(match["key"], match["value"], TaintEffect(effect) if colon else None)
 
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        value = "" if self.value is None else f"={self.value}"
+        effect = f":{self.effect}" if self.effect else ""
+        return f"{self.key}{value}{effect}" or "*"
+
     def tolerates(self, taint: Taint) -> bool:
         return (
             (not self.key or self.key == taint.key)
@@ -87,6 +93,9 @@ class LabelSelector:
     @classmethod
     def of(cls, labels: Mapping[str, str]) -> LabelSelector:
         return cls(tuple(sorted(labels.items())))
+
+    def __str__(self) -> str:
+        return ",".join(f"{key}={value}" for key, value in self.match_labels)
 
     def matches(self, labels: Mapping[str, str]) -> bool:
         return all(labels.get(key) == value for key, value in self.match_labels)
