@@ -1,0 +1,30 @@
+"""Requests: bodies of the inference APIs and routing hints, read into typed values. Nothing here writes a body."""
+
+from picker.requests.errors import BadRequest
+from picker.requests.hints import Hints, HintTrust, Trust, is_control_header, parse_hints
+from picker.requests.limits import BodyLimits
+from picker.requests.parsing import parse_request
+from picker.requests.prompts import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
+from picker.requests.request import InferenceRequest
+from picker.requests.routes import Route, route_of
+from picker.requests.subset import subset_hint
+
+__all__ = [
+    "BadRequest",
+    "BodyLimits",
+    "ChatPrompt",
+    "HintTrust",
+    "Hints",
+    "InferenceRequest",
+    "Prompt",
+    "Route",
+    "TextPrompts",
+    "TokenPrompts",
+    "Truncation",
+    "Trust",
+    "is_control_header",
+    "parse_hints",
+    "parse_request",
+    "route_of",
+    "subset_hint",
+]
