@@ -74,12 +74,14 @@ class Endpoint:
     `spec` and `report` are replaced whole by the pool; everything else that changes lives in the ledger.
     """
 
-    __slots__ = ("block_size_seen", "report", "slot", "spec")
+    __slots__ = ("block_size_seen", "fenced", "report", "slot", "spec")
 
     def __init__(self, slot: int, spec: EndpointSpec) -> None:
         self.slot = slot
         self.spec = spec
         self.report: EngineReport | None = None
+        # Taken out by the operator or by an overload fence until that is lifted.
+        self.fenced = False
         # Learned from KV events: the truth, where there is one.
         self.block_size_seen: int | None = None
 

@@ -1,0 +1,151 @@
+"""What has been sent where and is not finished: the load that the next decision sees.
+
+A booking is made at the decision, in the same step, so that two decisions in one tick see each other. Engine
+reports correct the picture (work that did not come through here); they never replace it between scrapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from picker.pool.endpoint import Endpoint, EngineReport
+from picker.pool.pool import PoolChange
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One endpoint's booked work. Never negative; it dies with its endpoint, whatever ends later."""
+
+    prefill_tokens: int = 0
+    running: int = 0
+    # Requests that the engine reports beyond our own: other gateways, batch jobs, probes.
+    foreign: int = 0
+    # Consecutive reports of an engine with nothing to do, and when the first of them was made.
+    idle_reports: int = 0
+    idle_since: float = 0.0
+    bookings: set[Booking] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Booking:
+    """One request's place on an endpoint. `prefill_tokens` is what is still to prefill, 0 once that is done."""
+
+    endpoint: Endpoint
+    load: Load
+    prefill_tokens: int
+    booked_at: float
+    open: bool = True
+
+
+@dataclass(slots=True)
+class LedgerStats:
+    """Counters since the start."""
+
+    booked: int = 0
+    released: int = 0
+    reaped: int = 0
+    moved: int = 0
+
+
+class Ledger:
+    """Loads by slot. `on_change` hears of every endpoint whose load has changed."""
+
+    def __init__(self, *, idle_reports_to_reap: int = 3) -> None:
+        self.on_change: Callable[[Endpoint], None] = lambda endpoint: None
+        self.stats = LedgerStats()
+        self._idle_reports_to_reap = idle_reports_to_reap
+        self._by_slot: dict[int, Load] = {}
+
+    def load(self, slot: int) -> Load:
+        """The load of the endpoint in this slot, live: read it, do not write it."""
+        load = self._by_slot.get(slot)
+        if load is None:
+            load = self._by_slot[slot] = Load()
+        return load
+
+    def book(self, endpoint: Endpoint, uncached_tokens: int, now: float) -> Booking:
+        """Charge one request of `uncached_tokens` to prefill to an endpoint."""
+        load = self.load(endpoint.slot)
+        load.prefill_tokens += uncached_tokens
+        load.running += 1
+        booking = Booking(endpoint, load, uncached_tokens, now)
+        load.bookings.add(booking)
+        self.stats.booked += 1
+        self.on_change(endpoint)
+        return booking
+
+    def prefill_done(self, booking: Booking) -> None:
+        """The engine has read the prompt: only the running request is left. Safe to say twice."""
+        if booking.prefill_tokens:
+            booking.load.prefill_tokens -= booking.prefill_tokens
+            booking.prefill_tokens = 0
+            self._changed(booking)
+
+    def release(self, booking: Booking) -> None:
+        """The request has ended, however it ended. Safe to say twice."""
+        if not booking.open:
+            return
+        self._close(booking)
+        self.stats.released += 1
+        self._changed(booking)
+
+    def move(self, booking: Booking, endpoint: Endpoint, now: float) -> Booking:
+        """The gateway served the request elsewhere (a fallback): the booking follows it."""
+        if not booking.open or booking.endpoint is endpoint:
+            return booking
+        tokens = booking.prefill_tokens
+        self.release(booking)
+        self.stats.moved += 1
+        return self.book(endpoint, tokens, now)
+
+    def correct(self, endpoint: Endpoint, report: EngineReport) -> None:
+        """Take an engine's own count in.
+
+        What it holds beyond our bookings is foreign work. An engine that has been idle for several reports in
+        a row holds none of the bookings that are older than all of them: nothing told us of their end.
+        """
+        if report.running is None:
+            return
+        load = self.load(endpoint.slot)
+        held = report.running + (report.waiting or 0)
+        booked_by_then = sum(1 for booking in load.bookings if booking.booked_at <= report.at)
+        foreign = max(0, held - booked_by_then)
+        changed = foreign != load.foreign
+        load.foreign = foreign
+        if held:
+            load.idle_reports = 0
+        else:
+            changed |= self._count_idle(load, report.at)
+        if changed:
+            self.on_change(endpoint)
+
+    def pool_changed(self, change: PoolChange) -> None:
+        """Forget the loads of endpoints that have left; what still ends on them is nobody's load."""
+        for endpoint in change.removed:
+            self._by_slot.pop(endpoint.slot, None)
+
+    def _count_idle(self, load: Load, at: float) -> bool:
+        """Reap, after enough idle reports in a row, the bookings that are older than the first of them."""
+        if load.idle_reports == 0:
+            load.idle_since = at
+        load.idle_reports += 1
+        if load.idle_reports < self._idle_reports_to_reap:
+            return False
+        stale = [booking for booking in load.bookings if booking.booked_at < load.idle_since]
+        for booking in stale:
+            self._close(booking)
+        self.stats.reaped += len(stale)
+        return bool(stale)
+
+    def _close(self, booking: Booking) -> None:
+        load = booking.load
+        load.prefill_tokens -= booking.prefill_tokens
+        load.running -= 1
+        load.bookings.discard(booking)
+        booking.prefill_tokens = 0
+        booking.open = False
+
+    def _changed(self, booking: Booking) -> None:
+        if self._by_slot.get(booking.endpoint.slot) is booking.load:
+            self.on_change(booking.endpoint)

@@ -1,0 +1,154 @@
+"""The live endpoints, reconciled from a source, each with a slot that is its bit in every endpoint mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
+
+
+@dataclass(frozen=True, slots=True)
+class PoolChange:
+    """What one reconciliation did. `changed` endpoints kept their identity and slot but have a new spec."""
+
+    added: tuple[Endpoint, ...] = ()
+    removed: tuple[Endpoint, ...] = ()
+    changed: tuple[Endpoint, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """Counters since the start."""
+
+    changes: int = 0
+    over_limit: int = 0
+
+
+@dataclass(slots=True)
+class Pool:
+    """Endpoints by identity.
+
+    `synced` is False until a source has spoken once: an empty pool is an answer, silence is not.
+    Listeners hear of a removal before its slot can be given away, so that whatever they keep by slot is
+    cleared first.
+    """
+
+    max_endpoints: int = 4096
+    # vLLM's default, for endpoints that have not told theirs yet.
+    default_block_size: int = 16
+    synced: bool = False
+    version: int = 0
+    stats: PoolStats = field(default_factory=PoolStats)
+    _by_uid: dict[str, Endpoint] = field(default_factory=dict)
+    _by_slot: list[Endpoint | None] = field(default_factory=list)
+    _free_slots: list[int] = field(default_factory=list)
+    _listeners: list[Callable[[PoolChange], None]] = field(default_factory=list)
+    _block_sizes: dict[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._by_uid)
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self._by_uid.values())
+
+    def get(self, uid: str) -> Endpoint | None:
+        return self._by_uid.get(uid)
+
+    def by_slot(self, slot: int) -> Endpoint | None:
+        return self._by_slot[slot] if slot < len(self._by_slot) else None
+
+    def in_mask(self, mask: int) -> Iterator[Endpoint]:
+        """The endpoints whose bits are set, by rising slot."""
+        slots = self._by_slot
+        while mask:
+            low = mask & -mask
+            endpoint = slots[low.bit_length() - 1]
+            if endpoint is not None:
+                yield endpoint
+            mask ^= low
+
+    def subscribe(self, listener: Callable[[PoolChange], None]) -> None:
+        self._listeners.append(listener)
+
+    def replace(self, specs: Iterable[EndpointSpec]) -> PoolChange:
+        """Make the pool equal to `specs`; the identity is the uid. Specs over the limit are left out."""
+        wanted = {spec.uid: spec for spec in specs}
+        if len(wanted) > self.max_endpoints:
+            self.stats.over_limit += len(wanted) - self.max_endpoints
+            wanted = dict(list(wanted.items())[: self.max_endpoints])
+        removed = [endpoint for uid, endpoint in self._by_uid.items() if uid not in wanted]
+        for endpoint in removed:
+            del self._by_uid[endpoint.spec.uid]
+            self._by_slot[endpoint.slot] = None
+        added, changed = [], []
+        for uid, spec in wanted.items():
+            endpoint_now = self._by_uid.get(uid)
+            if endpoint_now is None:
+                added.append(self._add(spec))
+            elif endpoint_now.spec != spec:
+                endpoint_now.spec = spec
+                changed.append(endpoint_now)
+        change = PoolChange(tuple(added), tuple(removed), tuple(changed))
+        first_sync, self.synced = not self.synced, True
+        if change or first_sync:
+            self._announce(change)
+        for endpoint in removed:
+            heappush(self._free_slots, endpoint.slot)
+        return change
+
+    def report(self, uid: str, report: EngineReport) -> Endpoint | None:
+        """Take a scrape in. None when the endpoint has left meanwhile."""
+        endpoint = self._by_uid.get(uid)
+        if endpoint is None:
+            return None
+        before, endpoint.report = endpoint.report, report
+        self._block_sizes = None
+        if before is None or before.adapters != report.adapters:
+            self._announce(PoolChange(changed=(endpoint,)))
+        return endpoint
+
+    def fence(self, uid: str, fenced: bool) -> None:
+        """Take an endpoint out of every choice, or back in, whatever its source says of it."""
+        endpoint = self._by_uid.get(uid)
+        if endpoint is not None and endpoint.fenced != fenced:
+            endpoint.fenced = fenced
+            self._announce(PoolChange(changed=(endpoint,)))
+
+    def learn_block_size(self, endpoint: Endpoint, block_size: int) -> None:
+        """KV events tell the size of the blocks that the engine really uses."""
+        if endpoint.block_size_seen != block_size:
+            endpoint.block_size_seen = block_size
+            self._block_sizes = None
+
+    def block_sizes(self) -> dict[int, int]:
+        """The endpoints' masks by block size in tokens (mostly one entry)."""
+        if self._block_sizes is None:
+            masks: dict[int, int] = {}
+            for endpoint in self:
+                size = endpoint.block_size or self.default_block_size
+                masks[size] = masks.get(size, 0) | endpoint.bit
+            self._block_sizes = masks
+        return self._block_sizes
+
+    def _add(self, spec: EndpointSpec) -> Endpoint:
+        if self._free_slots:
+            slot = heappop(self._free_slots)
+        else:
+            slot = len(self._by_slot)
+            self._by_slot.append(None)
+        endpoint = Endpoint(slot, spec)
+        self._by_slot[slot] = endpoint
+        self._by_uid[spec.uid] = endpoint
+        return endpoint
+
+    def _announce(self, change: PoolChange) -> None:
+        self.version += 1
+        self._block_sizes = None
+        self.stats.changes += 1
+        for listener in self._listeners:
+            listener(change)

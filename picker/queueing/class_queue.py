@@ -1,0 +1,225 @@
+"""The waiting requests of one policy class: its lanes, or one set of lanes for each of its tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import exp, inf
+
+from picker.policy.model import PolicyClass
+from picker.queueing.busy import BusyGate
+from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
+from picker.queueing.lanes import Lane, Lanes
+from picker.queueing.work import Work
+
+# Tenants beyond the limit share the turns of this one.
+OTHER_TENANTS = "(other)"
+
+
+@dataclass(slots=True)
+class DrainRate:
+    """How much a class has sent lately: cost per second, exponentially forgotten over `horizon` seconds."""
+
+    horizon: float = 30.0
+    _total: float = 0.0
+    _at: float = 0.0
+
+    def add(self, cost: int, now: float) -> None:
+        self._total = self._decayed(now) + cost
+        self._at = now
+
+    def per_second(self, now: float) -> float:
+        return self._decayed(now) / self.horizon
+
+    def _decayed(self, now: float) -> float:
+        return self._total * exp(-max(0.0, now - self._at) / self.horizon)
+
+
+@dataclass(slots=True)
+class ClassStats:
+    """Gauges of now (waiting_*) and counters since the start."""
+
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    waiting_cached_tokens: int = 0
+    arrived: int = 0
+    dispatched_requests: int = 0
+    dispatched_cost: int = 0
+    dispatched_tokens: int = 0
+    cancelled: int = 0
+    refunded: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class TenantQueue:
+    """The lanes of one tenant, or of a whole class where tenants are not told apart."""
+
+    lanes: Lanes
+    gate: BusyGate
+    now: float = 0.0
+    candidate: Lane | None = None
+
+    def head(self) -> int | None:
+        """The cost of what would be sent next; `candidate` is then its lane."""
+        self.candidate = self.lanes.candidate(self.gate.busy, self.now)
+        return self.candidate.queue.peek().cost if self.candidate else None
+
+
+@dataclass(slots=True, eq=False)
+class ClassQueue:
+    """One class in the ring.
+
+    With `fair_tenants` its turns are shared between tenants by the same deficit round robin, every tenant with
+    the class's quantum. A tenant is in the inner ring only while it waits: it joins behind everybody else with
+    a deficit of 0, so that nobody saves up credit.
+    """
+
+    policy_class: PolicyClass
+    gate: BusyGate
+    make_lanes: Callable[[], Lanes]
+    max_tenants: int
+    dynamic: bool
+    stats: ClassStats = field(default_factory=ClassStats)
+    drain: DrainRate = field(default_factory=DrainRate)
+    _tenants: dict[str, Flow[TenantQueue]] = field(default_factory=dict)
+    _ring: DeficitRoundRobin[TenantQueue] = field(default_factory=DeficitRoundRobin)
+    _turn: Turn | None = None
+    _head: int | None = None
+    # `_head` and `_turn` hold until requests come or go, or an endpoint of the gate turns busy or free.
+    _stale: bool = True
+    _seen_busy: int = 0
+    _seen_mark: int = 0
+
+    def __len__(self) -> int:
+        return self.stats.waiting_requests
+
+    def __iter__(self) -> Iterator[Work]:
+        for flow in self._tenants.values():
+            yield from flow.queue.lanes
+
+    def backlog(self, work: Work) -> bool:
+        """Is anybody waiting where this request would join?"""
+        flow = self._tenants.get(self._tenant_of(work))
+        return flow is not None and flow.queue.lanes.backlog(work.demand.constraints)
+
+    def add(self, work: Work) -> None:
+        self._flow_for(work).queue.lanes.add(work)
+        self._count(work, 1)
+
+    def give_back(self, work: Work) -> None:
+        """A dispatch failed after the pop: the request returns to the front."""
+        self._flow_for(work).queue.lanes.give_back(work)
+        self._count(work, 1)
+
+    def remove(self, work: Work) -> None:
+        """A waiting request leaves without being served. KeyError when it does not wait here."""
+        tenant = self._tenant_of(work)
+        self._tenants[tenant].queue.lanes.remove(work)
+        self._left(tenant, work)
+
+    def head(self) -> int | None:
+        """The cost of what this class would send next; None when nothing can go. Changes no deficit."""
+        if not self.stats.waiting_requests:
+            return None
+        gate = self.gate
+        if self._stale or gate.busy != self._seen_busy or gate.mark != self._seen_mark:
+            self._look()
+        return self._head
+
+    def pop(self) -> tuple[Work, int]:
+        """Take out what `head` spoke of, charge its tenant, and tell the mask of endpoints that may serve it."""
+        if self._turn is None:
+            raise IndexError("no request of this class can go")
+        flow = self._ring.flows[self._turn.position]
+        lane = flow.queue.candidate
+        if lane is None:
+            raise IndexError("no request of this tenant can go")
+        if self.policy_class.fair_tenants:
+            self._ring.charge(self._turn)
+        eligible = lane.eligible
+        work = flow.queue.lanes.pop(lane)
+        self._left(self._tenant_of(work), work)
+        return work, eligible
+
+    def refresh(self, now: float) -> None:
+        """Let an order that follows time or cache look again."""
+        for flow in self._tenants.values():
+            flow.queue.now = now
+            flow.queue.lanes.refresh(now)
+        self._stale = True
+
+    def reexamine(self) -> list[Work]:
+        """The pool has changed. Returns, removed, the requests that no endpoint can take now."""
+        stranded: list[Work] = []
+        for tenant, flow in list(self._tenants.items()):
+            gone = flow.queue.lanes.reexamine()
+            for work in gone:
+                self._left(tenant, work)
+            stranded += gone
+        self._stale = True
+        return stranded
+
+    def held_until(self) -> float:
+        """When the first held head may go, infinity if none is held."""
+        held = (flow.queue.lanes.held_until() for flow in self._tenants.values())
+        return min((until for until in held if until), default=inf)
+
+    def adopt(self, policy_class: PolicyClass, gate: BusyGate) -> None:
+        """Live on under a class with other numbers but the same order."""
+        self.policy_class, self.gate = policy_class, gate
+        self._seen_mark = -1
+        for work in self:
+            work.policy_class = policy_class
+        for flow in self._tenants.values():
+            flow.quantum = policy_class.quantum
+            flow.queue.gate = gate
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants wait now (1 at most where they are not told apart)."""
+        return sum(1 for flow in self._tenants.values() if len(flow.queue.lanes))
+
+    def lane_stats(self) -> tuple[int, int]:
+        """(lane heads examined, requests sent to an overflow lane) by the tenants that are known now."""
+        stats = [flow.queue.lanes.stats for flow in self._tenants.values()]
+        return sum(each.examined for each in stats), sum(each.overflowed for each in stats)
+
+    def _look(self) -> None:
+        """Find the candidate anew."""
+        freed = self.gate.freed_since(self._seen_mark)
+        self._seen_mark, self._seen_busy = self.gate.mark, self.gate.busy
+        if freed:
+            for flow in self._tenants.values():
+                flow.queue.lanes.wake(freed)
+        self._stale = False
+        self._turn = self._ring.choose()
+        self._head = self._turn.cost if self._turn else None
+
+    def _tenant_of(self, work: Work) -> str:
+        if not self.policy_class.fair_tenants:
+            return ""
+        known = work.tenant in self._tenants or len(self._tenants) < self.max_tenants
+        return work.tenant if known else OTHER_TENANTS
+
+    def _flow_for(self, work: Work) -> Flow[TenantQueue]:
+        tenant = work.tenant = self._tenant_of(work)
+        flow = self._tenants.get(tenant)
+        if flow is None:
+            queue = TenantQueue(self.make_lanes(), self.gate)
+            flow = self._tenants[tenant] = Flow(queue, self.policy_class.quantum)
+            self._ring.add(flow)
+        return flow
+
+    def _left(self, tenant: str, work: Work) -> None:
+        self._count(work, -1)
+        flow = self._tenants[tenant]
+        if self.policy_class.fair_tenants and not len(flow.queue.lanes):
+            del self._tenants[tenant]
+            self._ring.remove(flow)
+
+    def _count(self, work: Work, sign: int) -> None:
+        self.stats.waiting_requests += sign
+        self.stats.waiting_tokens += sign * work.demand.raw_tokens
+        self.stats.waiting_cached_tokens += sign * work.cached_tokens
+        self._stale = True

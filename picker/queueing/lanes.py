@@ -1,0 +1,207 @@
+"""Lanes: one queue for each set of constraints, so that a head that must wait blocks only its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from picker.kvcache.matching import slots_of
+from picker.queueing.request_queue import Rank, RequestQueue
+from picker.queueing.work import Work
+from picker.selection.constraints import Constraints
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Requests with equal constraints, in the class's order.
+
+    `eligible` is the mask of endpoints that the head may use. `blocked` lanes had a head that nobody could take
+    when they were last looked at; they are looked at again when an endpoint of theirs changes.
+    """
+
+    queue: RequestQueue
+    constraints: Constraints | None
+    eligible: int = 0
+    blocked: bool = False
+    # Grows with every change of head, so that older entries of the candidate heap can be told from the latest.
+    stamp: int = 0
+    indexed: int = 0
+
+
+@dataclass(slots=True)
+class LaneStats:
+    """examined: how often a lane's head was tested for dispatchability. overflowed: requests in the common lane."""
+
+    examined: int = 0
+    overflowed: int = 0
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The lanes of one flow, with the best dispatchable head at hand.
+
+    At most `max_lanes` exist. Further constraints share one overflow lane, where the head's constraints decide:
+    no order is broken and nobody starves, only its requests can block one another.
+    """
+
+    make_queue: Callable[[], RequestQueue]
+    eligible: Callable[[Constraints], int]
+    max_lanes: int
+    stats: LaneStats = field(default_factory=LaneStats)
+    _lanes: dict[Constraints, Lane] = field(default_factory=dict)
+    _overflow: Lane | None = None
+    _where: dict[Work, Lane] = field(default_factory=dict)
+    _candidates: list[tuple[Rank, int, int, Lane]] = field(default_factory=list)
+    _by_slot: dict[int, dict[Lane, None]] = field(default_factory=dict)
+    _serial: Iterator[int] = field(default_factory=count)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __iter__(self) -> Iterator[Work]:
+        """All waiting requests, lane by lane, each lane in service order."""
+        for lane in self._all():
+            yield from lane.queue
+
+    def backlog(self, constraints: Constraints) -> bool:
+        """Is anybody waiting in the lane that such a request would join?"""
+        lane = self._lanes.get(constraints) or self._overflow
+        return lane is not None and bool(lane.queue)
+
+    def add(self, work: Work) -> None:
+        self._join(work, returned=False)
+
+    def give_back(self, work: Work) -> None:
+        """A popped request returns to the front."""
+        self._join(work, returned=True)
+
+    def remove(self, work: Work) -> None:
+        """Take a waiting request out. KeyError when it does not wait here."""
+        lane = self._where.pop(work)
+        lane.queue.remove(work)
+        self._settle(lane)
+
+    def candidate(self, busy: int, now: float) -> Lane | None:
+        """The lane whose head is first in the class's order among those that can be dispatched now."""
+        sole = self._sole()
+        if sole is not None:
+            return sole if self._can_go(sole, busy, now) else None
+        heap = self._candidates
+        while heap:
+            _, _, stamp, lane = heap[0]
+            if stamp == lane.stamp and not lane.blocked:
+                if self._can_go(lane, busy, now):
+                    return lane
+                lane.blocked = True
+                self._index(lane, lane.eligible)
+            heappop(heap)
+        return None
+
+    def pop(self, lane: Lane) -> Work:
+        work = lane.queue.pop()
+        del self._where[work]
+        self._settle(lane)
+        return work
+
+    def wake(self, freed: int) -> None:
+        """Endpoints can take more: the blocked lanes that they serve are candidates again."""
+        if self._sole() is not None:
+            return
+        for slot in list(self._by_slot) if freed < 0 else slots_of(freed):
+            for lane in self._by_slot.get(slot, ()):
+                if lane.blocked:
+                    self._offer(lane)
+
+    def refresh(self, now: float) -> None:
+        """Let orders that follow time or cache look again; their lanes may have other heads, or be held no more."""
+        for lane in self._all():
+            if lane.queue.refresh(now):
+                self._settle(lane)
+
+    def reexamine(self) -> list[Work]:
+        """The pool has changed: ask anew who may use what. Returns, removed, those that nobody can take now."""
+        stranded = [work for work in self._where if not self.eligible(work.demand.constraints)]
+        for work in stranded:
+            self.remove(work)
+        for lane in list(self._all()):
+            self._settle(lane)
+        return stranded
+
+    def held_until(self) -> float:
+        """When the first held head may go, 0 if none is held."""
+        return min((until for lane in self._all() if (until := lane.queue.held_until())), default=0.0)
+
+    def _join(self, work: Work, *, returned: bool) -> None:
+        lane = self._lane_for(work.demand.constraints)
+        was_head = lane.queue.peek() if lane.queue else None
+        if returned:
+            lane.queue.prepend(work)
+        else:
+            lane.queue.add(work)
+        self._where[work] = lane
+        if lane.queue.peek() is not was_head:
+            self._settle(lane)
+
+    def _lane_for(self, constraints: Constraints) -> Lane:
+        lane = self._lanes.get(constraints)
+        if lane is not None:
+            return lane
+        before = self._sole()
+        if len(self._lanes) < self.max_lanes:
+            lane = self._lanes[constraints] = Lane(self.make_queue(), constraints)
+        else:
+            self.stats.overflowed += 1
+            lane = self._overflow = self._overflow or Lane(self.make_queue(), None)
+        if before is not None:
+            self._offer(before)
+        return lane
+
+    def _settle(self, lane: Lane) -> None:
+        """After a change of a lane's head: offer it as a candidate, or drop the lane when it is empty."""
+        lane.stamp += 1
+        if lane.queue:
+            lane.eligible = self.eligible(lane.queue.peek().demand.constraints)
+            self._offer(lane)
+            return
+        self._index(lane, 0)
+        if lane.constraints is None:
+            self._overflow = None
+        else:
+            del self._lanes[lane.constraints]
+        if len(self._lanes) <= 1 and self._overflow is None:
+            self._candidates.clear()
+
+    def _sole(self) -> Lane | None:
+        """The only lane, where there is just one: the usual case, which needs no heap."""
+        if len(self._lanes) == 1 and self._overflow is None:
+            return next(iter(self._lanes.values()))
+        return None
+
+    def _can_go(self, lane: Lane, busy: int, now: float) -> bool:
+        self.stats.examined += 1
+        return bool(lane.eligible & ~busy) and lane.queue.held_until() <= now
+
+    def _offer(self, lane: Lane) -> None:
+        lane.blocked = False
+        if self._sole() is None:
+            heappush(self._candidates, (lane.queue.head_rank(), next(self._serial), lane.stamp, lane))
+
+    def _index(self, lane: Lane, mask: int) -> None:
+        """Make `wake` find a blocked lane. Lanes that never block, the usual ones, never pay for this."""
+        changed = lane.indexed ^ mask
+        lane.indexed = mask
+        for slot in slots_of(changed):
+            if mask >> slot & 1:
+                self._by_slot.setdefault(slot, {})[lane] = None
+            else:
+                members = self._by_slot[slot]
+                del members[lane]
+                if not members:
+                    del self._by_slot[slot]
+
+    def _all(self) -> Iterator[Lane]:
+        yield from self._lanes.values()
+        if self._overflow is not None:
+            yield self._overflow

@@ -1,0 +1,142 @@
+"""Cache affinity: among equals, requests whose prefix is cached go first."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from picker.queueing.request_queue import OrderContext, Rank, RankedQueue, RequestQueue
+from picker.queueing.work import Work
+
+
+class _ArrivalOrder(RankedQueue):
+    """The base order that affinity only perturbs: strict tier, priority (lower first), arrival."""
+
+    def rank(self, work: Work) -> Rank:
+        priority = -work.priority if self.context.policy_class.high_priority_first else work.priority
+        return (-work.strict, priority, work.arrival, work.sequence)
+
+
+@dataclass(slots=True, eq=False)
+class _Scored:
+    """A request in the window with its last score."""
+
+    work: Work
+    base: Rank
+    bucket: int = 0
+    starved: bool = False
+
+    @property
+    def rank(self) -> Rank:
+        """Returned ones first; then tier and priority; then the starved by arrival; then warm before cold."""
+        if self.base[0] == 0:
+            return self.base
+        joined, strict, priority, *arrival = self.base
+        return (
+            joined,
+            strict,
+            priority,
+            0 if self.starved else 1,
+            0 if self.starved else -self.bucket,
+            *arrival,
+        )
+
+
+class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
+    """Requests by how much of them is cached, bounded three ways.
+
+    Scores are whole cached blocks, below `min_blocks` 0, put in buckets by `edges`. Affinity orders requests of
+    the same strict tier and priority, never across. A request that has waited longer than `max_wait` goes
+    before all of its tier and priority. Only the first `window` requests in arrival order are scored, and a
+    refresh scores at most `_RESCORE` of them anew, the least recently scored first, so that a poll's work does
+    not grow with the queue.
+    """
+
+    dynamic = True
+    _RESCORE = 8
+
+    def __init__(self, context: OrderContext) -> None:
+        super().__init__(context)
+        self._settings = context.policy_class.affinity
+        self._rest = _ArrivalOrder(context)
+        # Insertion order is the order of rescoring.
+        self._window: dict[Work, _Scored] = {}
+        self._head: _Scored | None = None
+
+    def add(self, work: Work) -> None:
+        self._rest.add(work)
+        self._fill()
+
+    def prepend(self, work: Work) -> None:
+        self._rest.prepend(work)
+        self._fill()
+
+    def pop(self) -> Work:
+        work = self.peek()
+        self.remove(work)
+        return work
+
+    def peek(self) -> Work:
+        return self._first().work
+
+    def head_rank(self) -> Rank:
+        return self._first().rank
+
+    def remove(self, work: Work) -> None:
+        if self._window.pop(work, None) is None:
+            self._rest.remove(work)
+        self._head = None
+        self._fill()
+
+    def refresh(self, now: float) -> bool:
+        """Score the least recently scored of the window anew and mark who has waited too long."""
+        for scored in list(islice(self._window.values(), self._RESCORE)):
+            self._score(scored)
+            self._window[scored.work] = self._window.pop(scored.work)
+        for scored in self._window.values():
+            scored.starved = now - scored.work.arrival > self._settings.max_wait
+        self._head = None
+        return True
+
+    def __contains__(self, work: object) -> bool:
+        return work in self._window or work in self._rest
+
+    def __len__(self) -> int:
+        return len(self._window) + len(self._rest)
+
+    def __iter__(self) -> Iterator[Work]:
+        yield from (scored.work for scored in sorted(self._window.values(), key=lambda scored: scored.rank))
+        yield from self._rest
+
+    def _first(self) -> _Scored:
+        if self._head is None:
+            if not self._window:
+                raise IndexError("the queue is empty")
+            self._head = min(self._window.values(), key=lambda scored: scored.rank)
+        return self._head
+
+    def _fill(self) -> None:
+        """Keep the best `window` requests by arrival order in the window."""
+        while self._rest and len(self._window) < self._settings.window:
+            self._take_in()
+        if self._rest and self._window:
+            last = max(self._window.values(), key=lambda scored: scored.base)
+            if self._rest.head_rank() < last.base:
+                del self._window[last.work]
+                self._take_in()
+                self._rest.add(last.work)
+
+    def _take_in(self) -> None:
+        base = self._rest.head_rank()
+        scored = _Scored(self._rest.pop(), base)
+        self._score(scored)
+        self._window[scored.work] = scored
+        self._head = None
+
+    def _score(self, scored: _Scored) -> None:
+        blocks = self.context.cached_blocks(scored.work)
+        scored.bucket = (
+            bisect_right(self._settings.edges, blocks) if blocks >= self._settings.min_blocks else 0
+        )

@@ -1,0 +1,96 @@
+"""One request as the deciding core sees it, and what can become of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from picker.policy.model import PolicyClass
+from picker.pool.ledger import Booking
+from picker.selection.selector import Decision, Demand
+
+
+class WorkState(StrEnum):
+    NEW = "new"
+    WAITING = "waiting"
+    RELEASED = "released"
+    DROPPED = "dropped"
+    CANCELLED = "cancelled"
+
+
+class DropReason(StrEnum):
+    """Why a request leaves without an endpoint. Machine words: clients and dashboards match on them."""
+
+    QUEUE_FULL_REQUESTS = "queue_full_requests"
+    QUEUE_FULL_RAW_TOKENS = "queue_full_raw_tokens"
+    QUEUE_FULL_CACHED_TOKENS = "queue_full_cached_tokens"
+    DEADLINE = "deadline"
+    TTFT_UNREACHABLE = "ttft_unreachable"
+    NO_ENDPOINT = "no_endpoint"
+    PIN_NOT_ALLOWED = "pin_not_allowed"
+    SHUTTING_DOWN = "shutting_down"
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A request with its frozen snapshot.
+
+    Times are seconds on the driver's clock; `arrival` is when its headers came, so that time spent on
+    tokenizing counts as waiting. `cached_tokens` is what the best eligible endpoint held at enqueue.
+    `strict` is a tier, higher first; the meaning of `priority` is the queue policy's. `class_hint` and `model`
+    are kept so that a new policy can resolve the request again.
+    """
+
+    id: str
+    arrival: float
+    demand: Demand
+    policy_class: PolicyClass
+    cached_tokens: int = 0
+    strict: int = 0
+    priority: int = 0
+    tenant: str = ""
+    model: str = ""
+    class_hint: str | None = None
+    deadline: float = inf
+    ttft_deadline: float = inf
+    expected_output_tokens: int = 0
+    uncached_tokens: int = field(init=False)
+    cost: int = field(init=False)
+    sequence: int = 0
+    state: WorkState = WorkState.NEW
+
+    def __post_init__(self) -> None:
+        self.cached_tokens = min(self.cached_tokens, self.demand.raw_tokens)
+        self.uncached_tokens = self.demand.raw_tokens - self.cached_tokens
+        self.cost = max(1, self.uncached_tokens)
+        if self.policy_class.output_charge:
+            self.cost += round(self.policy_class.output_charge * self.expected_output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The request goes to `decision.endpoint`, where it is booked.
+
+    deficit: the class's deficit before and after the charge of `work.cost`. waited: seconds since arrival.
+    """
+
+    work: Work
+    decision: Decision
+    booking: Booking
+    waited: float
+    deficit_before: int
+    deficit_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The request is refused. retry_after: seconds after which a retry may succeed, where that can be said."""
+
+    work: Work
+    reason: DropReason
+    message: str
+    retry_after: float | None = None
+
+
+Outcome = Released | Dropped

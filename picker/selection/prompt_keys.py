@@ -1,0 +1,79 @@
+"""A request's prompts as block keys, for whatever block sizes the pool's engines use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from picker.kvcache.keys import block_keys
+
+
+class Prefix(Protocol):
+    """A contiguous cached prefix on one endpoint, in blocks weighted by the tier that holds them."""
+
+    @property
+    def weighted(self) -> float: ...
+
+
+class PrefixIndex(Protocol):
+    """Who holds which prefix. Reading it changes nothing."""
+
+    def find_matches(self, keys: Sequence[int], mask: int) -> Mapping[int, Prefix]: ...
+
+
+class PromptKeys:
+    """The prompts of one request: their lengths in tokens and, per block size, their block keys.
+
+    Keys are made once per block size, at the first question.
+    """
+
+    __slots__ = ("_keys", "_make", "lengths")
+
+    def __init__(self, lengths: Sequence[int], make: Callable[[int], tuple[Sequence[int], ...]]) -> None:
+        self.lengths = tuple(lengths)
+        self._make = make
+        self._keys: dict[int, tuple[Sequence[int], ...]] = {}
+
+    @classmethod
+    def of_tokens(
+        cls, prompts: Sequence[Sequence[int]], *, adapter: str | None = None, salt: str | None = None
+    ) -> PromptKeys:
+        def make(block_size: int) -> tuple[Sequence[int], ...]:
+            return tuple(block_keys(ids, block_size, adapter=adapter, salt=salt) for ids in prompts)
+
+        return cls([len(ids) for ids in prompts], make)
+
+    @classmethod
+    def unknown(cls) -> PromptKeys:
+        """No token ids are known: nothing can be matched."""
+        return cls((), lambda block_size: ())
+
+    def blocks(self, block_size: int) -> tuple[Sequence[int], ...]:
+        """The keys of each prompt's full blocks."""
+        keys = self._keys.get(block_size)
+        if keys is None:
+            keys = self._keys[block_size] = self._make(block_size)
+        return keys
+
+    def last_block(self, block_size: int) -> int | None:
+        """The key of the last full block: the pod that stores it has done the prefill."""
+        chains = self.blocks(block_size)
+        return chains[-1][-1] if chains and chains[-1] else None
+
+
+def cached_tokens(prompt: PromptKeys, index: PrefixIndex, block_size: int, mask: int) -> dict[int, int]:
+    """Tokens that each endpoint of `mask` holds of the prompts, by slot; endpoints with none are left out.
+
+    The engine always computes a prompt's last token, so at most floor((length - 1) / block) blocks of each
+    prompt count, whatever is stored (seen on a real vLLM).
+    """
+    found: dict[int, int] = {}
+    for length, keys in zip(prompt.lengths, prompt.blocks(block_size), strict=False):
+        usable = (length - 1) // block_size
+        if usable <= 0:
+            continue
+        for slot, prefix in index.find_matches(keys, mask).items():
+            tokens = round(min(prefix.weighted, usable) * block_size)
+            if tokens:
+                found[slot] = found.get(slot, 0) + tokens
+    return found
