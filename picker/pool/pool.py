@@ -49,6 +49,7 @@ class Pool:
     _free_slots: list[int] = field(default_factory=list)
     _listeners: list[Callable[[PoolChange], None]] = field(default_factory=list)
     _block_sizes: dict[int, int] | None = None
+    _adapters: frozenset[str] | None = None
 
     def __len__(self) -> int:
         return len(self._by_uid)
@@ -108,7 +109,7 @@ class Pool:
             return None
         before, endpoint.report = endpoint.report, report
         self._block_sizes = None
-        if before is None or before.adapters != report.adapters:
+        if (before.adapters if before else frozenset()) != report.adapters:
             self._announce(PoolChange(changed=(endpoint,)))
         return endpoint
 
@@ -118,6 +119,13 @@ class Pool:
         if endpoint is not None and endpoint.fenced != fenced:
             endpoint.fenced = fenced
             self._announce(PoolChange(changed=(endpoint,)))
+
+    def serves_adapter(self, model: str) -> bool:
+        """Does any engine report this model as a LoRA adapter of its own?"""
+        if self._adapters is None:
+            reports = (endpoint.report for endpoint in self)
+            self._adapters = frozenset().union(*(report.adapters for report in reports if report))
+        return model in self._adapters
 
     def learn_block_size(self, endpoint: Endpoint, block_size: int) -> None:
         """KV events tell the size of the blocks that the engine really uses."""
@@ -149,6 +157,7 @@ class Pool:
     def _announce(self, change: PoolChange) -> None:
         self.version += 1
         self._block_sizes = None
+        self._adapters = None
         self.stats.changes += 1
         for listener in self._listeners:
             listener(change)

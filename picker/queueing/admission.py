@@ -21,10 +21,10 @@ from picker.policy.model import CostWeights, Policy, PolicyClass
 from picker.pool.endpoint import Endpoint
 from picker.pool.pool import PoolChange
 from picker.queueing.busy import BusyGate, BusyGates
-from picker.queueing.class_queue import ClassQueue
+from picker.queueing.class_queue import ClassQueue, Tick
 from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
 from picker.queueing.lanes import Lanes
-from picker.queueing.request_queue import OrderContext, RequestQueue, order_named
+from picker.queueing.request_queue import CacheLook, OrderContext, RequestQueue, order_named
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work, WorkState
 from picker.selection.constraints import Constraints, Ineligible
 from picker.selection.selector import Eligibility, Selector
@@ -65,6 +65,7 @@ class AdmissionQueue:
         self.shutting_down = False
         self._pool = selector.pool
         self._ledger = selector.ledger
+        self._tick = Tick()
         self._gates = BusyGates()
         self._ring: DeficitRoundRobin[ClassQueue] = DeficitRoundRobin()
         self._flows: dict[tuple[str, str], Flow[ClassQueue]] = {}
@@ -114,6 +115,17 @@ class AdmissionQueue:
         work.state = WorkState.WAITING
         return self.poll(now)
 
+    def withdraw(self, released: Released) -> None:
+        """The client left in the moment of its dispatch: nobody is charged and nothing is booked."""
+        work = released.work
+        self._ledger.release(released.booking)
+        flow = self._flows.get(work.policy_class.key)
+        if flow is not None:
+            flow.queue.stats.cancelled += 1
+            if len(flow.queue):
+                flow.deficit += work.cost
+        work.state = WorkState.CANCELLED
+
     def settle(self, work: Work, output_tokens: int) -> None:
         """The output of a request charged by estimate is known: its class pays or gets the difference."""
         charge = work.policy_class.output_charge
@@ -127,8 +139,7 @@ class AdmissionQueue:
         """End the waits that are over and dispatch everything that can go."""
         outcomes: list[Outcome] = [self._no_endpoint(work, now) for work in self._drain_stranded()]
         outcomes.extend(self._expire(now))
-        for flow in self._dynamic_flows():
-            flow.queue.refresh(now)
+        self._tick.now = now
         while not self._gates.saturated(self._everybody) and (turn := self._ring.choose()) is not None:
             outcomes.append(self._dispatch(turn, now))
         return outcomes
@@ -138,7 +149,8 @@ class AdmissionQueue:
         while self._deadlines and self._deadlines[0][2].state is not WorkState.WAITING:
             heappop(self._deadlines)
         first = self._deadlines[0][0] if self._deadlines else inf
-        return min([first, *(flow.queue.held_until() for flow in self._dynamic_flows())])
+        held = (flow.queue.held_until() for flow in self._ring.flows if flow.queue.dynamic)
+        return min(first, min(held, default=inf))
 
     def shut_down(self, now: float) -> list[Outcome]:
         """Refuse everybody who waits, and whoever comes from now on."""
@@ -325,7 +337,7 @@ class AdmissionQueue:
     # --- building ---------------------------------------------------------------------------------------
 
     def _new_flow(self, policy_class: PolicyClass) -> Flow[ClassQueue]:
-        context = OrderContext(policy_class, self._cached_blocks)
+        context = OrderContext(policy_class, self._look)
         order = order_named(policy_class.queue_policy)
 
         def make_queue() -> RequestQueue:
@@ -335,7 +347,7 @@ class AdmissionQueue:
             return Lanes(make_queue, self._waiting_mask, self.limits.max_lanes)
 
         gate = self._gate(policy_class)
-        queue = ClassQueue(policy_class, gate, make_lanes, self.limits.max_tenants, order.dynamic)
+        queue = ClassQueue(policy_class, gate, make_lanes, self.limits.max_tenants, self._tick, order.dynamic)
         return Flow(queue, policy_class.quantum)
 
     def _adopt(self, flow: Flow[ClassQueue], policy_class: PolicyClass) -> None:
@@ -355,18 +367,17 @@ class AdmissionQueue:
         for flow in self._flows.values():
             self._ring.add(flow)
 
-    def _dynamic_flows(self) -> Iterator[Flow[ClassQueue]]:
-        """The flows whose order depends on time or cache."""
-        return (flow for flow in self._ring.flows if flow.queue.dynamic and len(flow.queue))
-
     def _waiting_mask(self, constraints: Constraints) -> int:
         return self.selector.eligible(constraints, waiting=True).mask
 
-    def _cached_blocks(self, work: Work) -> float:
-        """Whole blocks that the best eligible endpoint holds of the request now."""
+    def _look(self, work: Work) -> CacheLook:
         mask = self._waiting_mask(work.demand.constraints)
-        cached = self.selector.best_cached(work.demand, mask)
-        return cached / min(self._pool.block_sizes(), default=self._pool.default_block_size)
+        block_size = min(self._pool.block_sizes(), default=self._pool.default_block_size)
+        blocks = self.selector.best_cached(work.demand, mask) / block_size
+        chains = work.demand.prompt.blocks(block_size)
+        matched = int(blocks)
+        cold = chains[0][matched] if chains and matched < len(chains[0]) else None
+        return CacheLook(blocks, cold)
 
 
 def _same_order(old: PolicyClass, new: PolicyClass) -> bool:

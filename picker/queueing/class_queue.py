@@ -51,18 +51,25 @@ class ClassStats:
     dropped: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Tick:
+    """What time it is in the current call, for everybody who has to know."""
+
+    now: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class TenantQueue:
     """The lanes of one tenant, or of a whole class where tenants are not told apart."""
 
     lanes: Lanes
     gate: BusyGate
-    now: float = 0.0
+    tick: Tick
     candidate: Lane | None = None
 
     def head(self) -> int | None:
         """The cost of what would be sent next; `candidate` is then its lane."""
-        self.candidate = self.lanes.candidate(self.gate.busy, self.now)
+        self.candidate = self.lanes.candidate(self.gate.busy, self.tick.now)
         return self.candidate.queue.peek().cost if self.candidate else None
 
 
@@ -79,6 +86,8 @@ class ClassQueue:
     gate: BusyGate
     make_lanes: Callable[[], Lanes]
     max_tenants: int
+    tick: Tick
+    # The order changes with time or cache: look again in every tick.
     dynamic: bool
     stats: ClassStats = field(default_factory=ClassStats)
     drain: DrainRate = field(default_factory=DrainRate)
@@ -90,6 +99,7 @@ class ClassQueue:
     _stale: bool = True
     _seen_busy: int = 0
     _seen_mark: int = 0
+    _refreshed_at: float = -inf
 
     def __len__(self) -> int:
         return self.stats.waiting_requests
@@ -123,6 +133,8 @@ class ClassQueue:
         if not self.stats.waiting_requests:
             return None
         gate = self.gate
+        if self.dynamic and self._refreshed_at != self.tick.now:
+            self._refresh()
         if self._stale or gate.busy != self._seen_busy or gate.mark != self._seen_mark:
             self._look()
         return self._head
@@ -141,13 +153,6 @@ class ClassQueue:
         work = flow.queue.lanes.pop(lane)
         self._left(self._tenant_of(work), work)
         return work, eligible
-
-    def refresh(self, now: float) -> None:
-        """Let an order that follows time or cache look again."""
-        for flow in self._tenants.values():
-            flow.queue.now = now
-            flow.queue.lanes.refresh(now)
-        self._stale = True
 
     def reexamine(self) -> list[Work]:
         """The pool has changed. Returns, removed, the requests that no endpoint can take now."""
@@ -185,6 +190,13 @@ class ClassQueue:
         stats = [flow.queue.lanes.stats for flow in self._tenants.values()]
         return sum(each.examined for each in stats), sum(each.overflowed for each in stats)
 
+    def _refresh(self) -> None:
+        """Let an order that follows time or cache look again."""
+        self._refreshed_at = self.tick.now
+        for flow in self._tenants.values():
+            flow.queue.lanes.refresh(self.tick.now)
+        self._stale = True
+
     def _look(self) -> None:
         """Find the candidate anew."""
         freed = self.gate.freed_since(self._seen_mark)
@@ -206,7 +218,7 @@ class ClassQueue:
         tenant = work.tenant = self._tenant_of(work)
         flow = self._tenants.get(tenant)
         if flow is None:
-            queue = TenantQueue(self.make_lanes(), self.gate)
+            queue = TenantQueue(self.make_lanes(), self.gate, self.tick)
             flow = self._tenants[tenant] = Flow(queue, self.policy_class.quantum)
             self._ring.add(flow)
         return flow

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from picker.policy.model import PolicyClass
 from picker.queueing.work import Work
@@ -19,12 +19,21 @@ from picker.queueing.work import Work
 Rank = tuple[Any, ...]
 
 
+class CacheLook(NamedTuple):
+    """What the caches hold of a request now: `blocks` on its best endpoint, and the key of the first block that
+    this endpoint lacks (None: it lacks no full block, or the tokens are not known).
+    """
+
+    blocks: float
+    cold: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class OrderContext:
-    """What an order may use: its class, and a read-only look at how many blocks are cached for a request."""
+    """What an order may use: its class, and a read-only look at the caches."""
 
     policy_class: PolicyClass
-    cached_blocks: Callable[[Work], float]
+    look: Callable[[Work], CacheLook]
 
 
 class RequestQueue(ABC):

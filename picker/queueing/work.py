@@ -48,7 +48,7 @@ class Work:
     policy_class: PolicyClass
     cached_tokens: int = 0
     strict: int = 0
-    priority: int = 0
+    priority: float = 0.0
     tenant: str = ""
     model: str = ""
     class_hint: str | None = None

@@ -25,8 +25,12 @@ class _Scored:
 
     work: Work
     base: Rank
+    scored_at: float
     bucket: int = 0
+    cold: int | None = None
     starved: bool = False
+    # Follows a leader that was sent to warm the same prefix; 0: it does not.
+    held_until: float = 0.0
 
     @property
     def rank(self) -> Rank:
@@ -50,12 +54,16 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
     Scores are whole cached blocks, below `min_blocks` 0, put in buckets by `edges`. Affinity orders requests of
     the same strict tier and priority, never across. A request that has waited longer than `max_wait` goes
     before all of its tier and priority. Only the first `window` requests in arrival order are scored, and a
-    refresh scores at most `_RESCORE` of them anew, the least recently scored first, so that a poll's work does
-    not grow with the queue.
+    refresh scores at most `_RESCORE` of them anew, those whose score is older than `_SCORE_AGE` seconds, the
+    oldest first, so that a poll's work does not grow with the queue.
+
+    With `leader_wait`, requests whose first cold block is the same do not all compute it: the first to go leads,
+    the others are passed over, and if there is nobody else held, until the block is cached or the wait is over.
     """
 
     dynamic = True
-    _RESCORE = 8
+    _RESCORE = 4
+    _SCORE_AGE = 0.1
 
     def __init__(self, context: OrderContext) -> None:
         super().__init__(context)
@@ -64,6 +72,9 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
         # Insertion order is the order of rescoring.
         self._window: dict[Work, _Scored] = {}
         self._head: _Scored | None = None
+        self._now = 0.0
+        # First cold block -> until when its leader is waited for.
+        self._leaders: dict[int, float] = {}
 
     def add(self, work: Work) -> None:
         self._rest.add(work)
@@ -74,9 +85,12 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
         self._fill()
 
     def pop(self) -> Work:
-        work = self.peek()
-        self.remove(work)
-        return work
+        scored = self._first()
+        if self._settings.leader_wait and scored.cold is not None:
+            self._leaders[scored.cold] = self._now + self._settings.leader_wait
+            self._follow()
+        self.remove(scored.work)
+        return scored.work
 
     def peek(self) -> Work:
         return self._first().work
@@ -92,13 +106,21 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
 
     def refresh(self, now: float) -> bool:
         """Score the least recently scored of the window anew and mark who has waited too long."""
+        self._now = now
         for scored in list(islice(self._window.values(), self._RESCORE)):
+            if now - scored.scored_at < self._SCORE_AGE:
+                break
             self._score(scored)
             self._window[scored.work] = self._window.pop(scored.work)
         for scored in self._window.values():
             scored.starved = now - scored.work.arrival > self._settings.max_wait
+        self._leaders = {block: until for block, until in self._leaders.items() if until > now}
+        self._follow()
         self._head = None
         return True
+
+    def held_until(self) -> float:
+        return self._first().held_until if self else 0.0
 
     def __contains__(self, work: object) -> bool:
         return work in self._window or work in self._rest
@@ -107,14 +129,17 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
         return len(self._window) + len(self._rest)
 
     def __iter__(self) -> Iterator[Work]:
-        yield from (scored.work for scored in sorted(self._window.values(), key=lambda scored: scored.rank))
+        yield from (
+            scored.work
+            for scored in sorted(self._window.values(), key=lambda scored: (scored.held_until, scored.rank))
+        )
         yield from self._rest
 
     def _first(self) -> _Scored:
         if self._head is None:
             if not self._window:
                 raise IndexError("the queue is empty")
-            self._head = min(self._window.values(), key=lambda scored: scored.rank)
+            self._head = min(self._window.values(), key=lambda scored: (scored.held_until, scored.rank))
         return self._head
 
     def _fill(self) -> None:
@@ -130,12 +155,13 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
 
     def _take_in(self) -> None:
         base = self._rest.head_rank()
-        scored = _Scored(self._rest.pop(), base)
+        scored = _Scored(self._rest.pop(), base, self._now)
         self._score(scored)
         self._window[scored.work] = scored
         self._head = None
 
     def _score(self, scored: _Scored) -> None:
+        scored.scored_at = self._now
         blocks = self.context.cached_blocks(scored.work)
         scored.bucket = (
             bisect_right(self._settings.edges, blocks) if blocks >= self._settings.min_blocks else 0

@@ -1,0 +1,76 @@
+"""Drives the admission queue on the event loop: one future for each waiting request, one timer for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from math import inf
+
+from picker.queueing.admission import AdmissionQueue
+from picker.queueing.work import Outcome, Released, Work
+
+
+class Dispatcher:
+    """`on_outcome` hears of every outcome, before the request that it is about."""
+
+    def __init__(
+        self, queue: AdmissionQueue, clock: Callable[[], float], on_outcome: Callable[[Outcome], None]
+    ) -> None:
+        self.queue = queue
+        self._clock = clock
+        self._on_outcome = on_outcome
+        self._waiting: dict[Work, asyncio.Future[Outcome]] = {}
+        self._poll_soon: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def admit(self, work: Work) -> Outcome:
+        """Wait until the request is released or dropped. Cancelling the wait takes it out without a charge."""
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._waiting[work] = future
+        try:
+            self.deliver(self.queue.submit(work, self._clock()))
+            return await future
+        except asyncio.CancelledError:
+            if not self.queue.cancel(work) and future.done() and not future.cancelled():
+                outcome = future.result()
+                if isinstance(outcome, Released):
+                    self.queue.withdraw(outcome)
+            self.kick()
+            raise
+        finally:
+            self._waiting.pop(work, None)
+
+    def kick(self) -> None:
+        """Something may have freed capacity: poll once this tick's other work is done."""
+        if self._poll_soon is None:
+            self._poll_soon = asyncio.get_running_loop().call_soon(self._poll)
+
+    def deliver(self, outcomes: Iterable[Outcome]) -> None:
+        """Tell everybody concerned what became of their requests."""
+        for outcome in outcomes:
+            self._on_outcome(outcome)
+            future = self._waiting.pop(outcome.work, None)
+            if future is not None and not future.done():
+                future.set_result(outcome)
+            elif isinstance(outcome, Released):
+                self.queue.withdraw(outcome)
+                self.kick()
+        self._set_timer()
+
+    def close(self) -> None:
+        for handle in (self._poll_soon, self._timer):
+            if handle is not None:
+                handle.cancel()
+
+    def _poll(self) -> None:
+        self._poll_soon = None
+        self.deliver(self.queue.poll(self._clock()))
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wakeup = self.queue.next_wakeup()
+        if wakeup < inf:
+            delay = max(0.0, wakeup - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self.kick)

@@ -1,0 +1,139 @@
+"""From the decision to the end of a request: what its booking waits for, and who tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from picker.pool.calibration import Calibration
+from picker.pool.ledger import Booking, Ledger
+from picker.pool.pool import Pool
+from picker.queueing.work import Released
+
+if TYPE_CHECKING:
+    from picker.extproc.handler import Headers
+
+
+@dataclass(slots=True)
+class ExchangeStats:
+    """Ends by the signal that told of them, and prefills that a KV event told of first."""
+
+    ended_by_stream: int = 0
+    ended_by_access_log: int = 0
+    never_sent: int = 0
+    prefills_by_kv_event: int = 0
+    unknown_access_log_entries: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RoutedExchange:
+    """One routed request. Its booking is released once, by whichever signal of its end comes first."""
+
+    book: Exchanges
+    released: Released
+    booking: Booking
+    observes_response: bool
+    wants_response_body: bool = False
+    awaited_block: tuple[int, int] | None = None
+
+    def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
+        if served:
+            self.book.served_by(self, served)
+        if 200 <= status < 300:
+            self.book.first_byte(self, self.book.clock() - self.released.booking.booked_at)
+
+    def response_chunk(self, data: bytes) -> None:
+        """Only called where `wants_response_body`."""
+
+    def finished(self, delivered: bool) -> None:
+        """The ext_proc stream is over. That is the request's end where responses pass through it, or if the
+        gateway never got the answer; otherwise the access log will tell.
+        """
+        stats = self.book.stats
+        if not delivered:
+            stats.never_sent += 1
+        elif self.observes_response:
+            stats.ended_by_stream += 1
+        else:
+            return
+        self.book.end(self)
+
+
+@dataclass(slots=True)
+class Exchanges:
+    """The routed requests that have not ended, by their ids."""
+
+    pool: Pool
+    ledger: Ledger
+    calibration: Calibration
+    clock: Callable[[], float]
+    kick: Callable[[], None]
+    stats: ExchangeStats = field(default_factory=ExchangeStats)
+    _open: dict[str, RoutedExchange] = field(default_factory=dict)
+    _awaited: dict[tuple[int, int], list[RoutedExchange]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def begin(self, released: Released, *, observes_response: bool, last_block: int | None) -> RoutedExchange:
+        """Follow a request that is about to be sent. last_block: the key that its prefill will store last."""
+        exchange = RoutedExchange(self, released, released.booking, observes_response)
+        self._open[released.work.id] = exchange
+        if last_block is not None:
+            exchange.awaited_block = (released.decision.endpoint.slot, last_block)
+            self._awaited.setdefault(exchange.awaited_block, []).append(exchange)
+        return exchange
+
+    def block_stored(self, slot: int, key: int) -> None:
+        """A pod has stored a block: the prefills that it is the last of are done."""
+        for exchange in self._awaited.pop((slot, key), ()):
+            exchange.awaited_block = None
+            self.stats.prefills_by_kv_event += 1
+            self.ledger.prefill_done(exchange.booking)
+            self.kick()
+
+    def first_byte(self, exchange: RoutedExchange, seconds: float) -> None:
+        """The engine has answered, `seconds` after the decision: it has read the prompt."""
+        chosen = exchange.released.decision.chosen
+        ahead = chosen.booked_prefill_tokens + chosen.uncached_tokens
+        self.calibration.observe(chosen.endpoint.slot, ahead, seconds)
+        self.ledger.prefill_done(exchange.booking)
+        self.kick()
+
+    def served_by(self, exchange: RoutedExchange, authority: str) -> None:
+        """The gateway fell back to another endpoint of the list: the booking follows."""
+        chosen = exchange.released.decision.endpoint
+        if authority == chosen.spec.authority:
+            return
+        for candidate in exchange.released.decision.candidates:
+            if candidate.endpoint.spec.authority == authority:
+                exchange.booking = self.ledger.move(exchange.booking, candidate.endpoint, self.clock())
+                return
+
+    def logged(self, request_id: str, first_byte: float | None) -> None:
+        """The gateway's access log: a request is over. first_byte: seconds from its arrival upstream to the
+        first byte of the answer, None if there was none.
+        """
+        exchange = self._open.get(request_id)
+        if exchange is None:
+            self.stats.unknown_access_log_entries += 1
+            return
+        if first_byte is not None:
+            self.first_byte(exchange, first_byte)
+        self.stats.ended_by_access_log += 1
+        self.end(exchange)
+
+    def end(self, exchange: RoutedExchange) -> None:
+        """Release the booking; safe to say twice."""
+        if self._open.pop(exchange.released.work.id, None) is None:
+            return
+        awaited = exchange.awaited_block
+        if awaited is not None:
+            waiting = self._awaited.get(awaited, [])
+            if exchange in waiting:
+                waiting.remove(exchange)
+            if not waiting:
+                self._awaited.pop(awaited, None)
+        self.ledger.release(exchange.booking)
+        self.kick()
