@@ -162,7 +162,13 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
 
     def _score(self, scored: _Scored) -> None:
         scored.scored_at = self._now
-        blocks = self.context.cached_blocks(scored.work)
-        scored.bucket = (
-            bisect_right(self._settings.edges, blocks) if blocks >= self._settings.min_blocks else 0
-        )
+        look = self.context.look(scored.work)
+        warm = look.blocks >= self._settings.min_blocks
+        scored.bucket = bisect_right(self._settings.edges, look.blocks) if warm else 0
+        scored.cold = look.cold
+
+    def _follow(self) -> None:
+        """Hold those whose cold block a leader is computing; nobody who has waited too long is held."""
+        for scored in self._window.values():
+            leader = self._leaders.get(scored.cold, 0.0) if scored.cold is not None else 0.0
+            scored.held_until = 0.0 if scored.starved else leader
