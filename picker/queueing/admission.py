@@ -194,8 +194,8 @@ class AdmissionQueue:
         return sum(len(flow.queue) for flow in self._ring.flows)
 
     def flows(self) -> list[Flow[ClassQueue]]:
-        """The classes in ring order, with their deficits. Read only."""
-        return self._ring.flows
+        """The classes in the policy's order, with their deficits. Read only."""
+        return list(self._flows.values())
 
     def retry_after(self, policy_class: PolicyClass, now: float) -> float:
         """Seconds until what waits in the class now is served at the rate at which it lately was."""

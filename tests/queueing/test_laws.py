@@ -1,0 +1,186 @@
+"""The queue against its model, over random requests, capacities, constraints, cancellations and pool changes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from picker.policy.constraints import LabelSelector
+from picker.policy.model import PolicyClass, QueuePolicy
+from picker.queueing.work import Dropped, DropReason, Released, Work, WorkState
+from picker.selection.constraints import Constraints
+from tests.queueing.fleet import Fleet, spec
+from tests.queueing.model import ORDERS, ModelClass, ModelRing
+
+ENGINES = ("a", "b", "c")
+CONSTRAINTS = (
+    Constraints(),
+    Constraints(pin="a"),
+    Constraints(pin="b"),
+    Constraints(selector=LabelSelector.of({"zone": "west"})),
+    Constraints(allow=(frozenset({"b", "c"}),)),
+)
+
+costs = st.one_of(st.integers(1, 40), st.integers(1, 3000))
+classes = st.lists(
+    st.builds(
+        dict,
+        quantum=st.integers(1, 900),
+        max_running_per_worker=st.integers(1, 3),
+        queue_policy=st.sampled_from([QueuePolicy(order) for order in ORDERS]),
+        max_queue_wait=st.one_of(st.none(), st.floats(0.5, 20.0)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    @initialize(settings=classes)
+    def start(self, settings: list[dict[str, object]]) -> None:
+        policies = [PolicyClass(name=f"class{number}", **each) for number, each in enumerate(settings)]  # type: ignore[arg-type]
+        self.specs = {
+            name: spec(name, labels={"zone": "west" if name == "c" else "east"}) for name in ENGINES
+        }
+        self.fleet = Fleet(policies, list(self.specs.values()))
+        self.ring = ModelRing([ModelClass(policy) for policy in policies])
+        self.running: dict[str, list[Released]] = {name: [] for name in ENGINES}
+        self.arrived = self.served = self.dropped = self.cancelled = 0
+
+    # --- what happens ---
+
+    @rule(
+        which=st.integers(0, 3),
+        cost=costs,
+        constraints=st.sampled_from(CONSTRAINTS),
+        strict=st.integers(0, 1),
+        priority=st.integers(-2, 3),
+    )
+    def arrive(self, which: int, cost: int, constraints: Constraints, strict: int, priority: int) -> None:
+        flow = self.ring.classes[which % len(self.ring.classes)]
+        wait = flow.policy.max_queue_wait
+        work = self.fleet.work(
+            flow.policy.name,
+            cost,
+            constraints=constraints,
+            strict=strict,
+            priority=priority,
+            **({"deadline": self.fleet.now + wait} if wait else {}),
+        )
+        self.arrived += 1
+        outcomes = self.fleet.queue.submit(work, self.fleet.now)
+        if not self.eligible(work):
+            assert [(each.work, each.reason) for each in outcomes] == [(work, DropReason.NO_ENDPOINT)]
+            self.dropped += 1
+            return
+        flow.waiting.append(work)
+        self.expect(outcomes)
+
+    @rule(number=st.integers(0, 99))
+    @precondition(lambda self: any(self.running.values()))
+    def finish(self, number: int) -> None:
+        everything = [(name, each) for name in ENGINES for each in self.running[name]]
+        name, released = everything[number % len(everything)]
+        self.running[name].remove(released)
+        self.fleet.ledger.release(released.booking)
+        self.expect(self.fleet.queue.poll(self.fleet.now))
+
+    @rule(number=st.integers(0, 99))
+    @precondition(lambda self: any(flow.waiting for flow in self.ring.classes))
+    def cancel(self, number: int) -> None:
+        everything = [(flow, work) for flow in self.ring.classes for work in flow.waiting]
+        flow, work = everything[number % len(everything)]
+        assert self.fleet.queue.cancel(work)
+        assert not self.fleet.queue.cancel(work)
+        ModelRing.remove(flow, work)
+        self.cancelled += 1
+        self.expect(self.fleet.queue.poll(self.fleet.now))
+
+    @rule(seconds=st.floats(0.0, 8.0))
+    def wait(self, seconds: float) -> None:
+        self.fleet.now += seconds
+        self.expect(self.fleet.queue.poll(self.fleet.now))
+
+    @rule(name=st.sampled_from(ENGINES), ready=st.booleans())
+    def flap(self, name: str, ready: bool) -> None:
+        self.specs[name] = replace(self.specs[name], ready=ready)
+        self.fleet.set_engines(*self.specs.values())
+        self.expect(self.fleet.queue.poll(self.fleet.now))
+
+    @rule()
+    def poll_for_nothing(self) -> None:
+        assert self.fleet.queue.poll(self.fleet.now) == []
+
+    # --- what the model says ---
+
+    def eligible(self, work: Work) -> list[str]:
+        refuse = work.demand.constraints.refuse
+        return [name for name in ENGINES if refuse(self.fleet.engine(name)) is None]
+
+    def expect(self, outcomes: list[Released | Dropped]) -> None:
+        """Drops first (nobody can take it, the wait is over), then exactly the model's dispatches, in order."""
+        drops = [each for each in outcomes if isinstance(each, Dropped)]
+        gone = {
+            work: DropReason.NO_ENDPOINT if not self.eligible(work) else DropReason.DEADLINE
+            for flow in self.ring.classes
+            for work in flow.waiting
+            if not self.eligible(work) or work.deadline <= self.fleet.now
+        }
+        assert {each.work: each.reason for each in drops} == gone
+        for flow in self.ring.classes:
+            for work in [each for each in flow.waiting if each in gone]:
+                ModelRing.remove(flow, work)
+        self.dropped += len(gone)
+        for outcome in outcomes[len(drops) :]:
+            assert isinstance(outcome, Released)
+            flow = next(each for each in self.ring.classes if each.policy is outcome.work.policy_class)
+            assert self.ring.serve(lambda work: self.free_for(work)) is outcome.work
+            name = outcome.decision.endpoint.spec.name
+            assert name in self.free_for(outcome.work)
+            self.running[name].append(outcome)
+            self.served += 1
+            if flow.waiting:
+                assert outcome.deficit_after == flow.deficit
+        assert self.ring.serve(lambda work: self.free_for(work)) is None, "the queue was not work-conserving"
+
+    def free_for(self, work: Work) -> list[str]:
+        limit = work.policy_class.max_running_per_worker
+        assert limit is not None
+        return [name for name in self.eligible(work) if len(self.running[name]) < limit]
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        waiting = sum(len(flow.waiting) for flow in self.ring.classes)
+        assert len(self.fleet.queue) == waiting
+        assert self.served + self.dropped + self.cancelled + waiting == self.arrived
+
+    @invariant()
+    def gauges_are_true(self) -> None:
+        for flow, model in zip(self.fleet.queue.flows(), self.ring.classes, strict=True):
+            stats = flow.queue.stats
+            assert flow.deficit == model.deficit
+            assert stats.waiting_requests == len(model.waiting)
+            assert stats.waiting_tokens == sum(work.demand.raw_tokens for work in model.waiting)
+            assert {work.state for work in flow.queue} <= {WorkState.WAITING}
+            assert 0 <= flow.deficit
+            if model.waiting:
+                largest = 3000
+                assert flow.deficit < largest + model.policy.quantum
+        for name in ENGINES:
+            load = self.fleet.ledger.load(self.fleet.engine(name).slot)
+            assert load.running == len(self.running[name])
+            assert load.prefill_tokens == sum(each.booking.prefill_tokens for each in self.running[name])
+
+
+QueueMachine.TestCase.settings = settings(
+    max_examples=int(os.environ.get("PICKER_LAW_EXAMPLES", "60")),
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestQueueAgainstModel = pytest.mark.filterwarnings("ignore")(QueueMachine.TestCase)
