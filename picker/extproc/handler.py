@@ -13,12 +13,12 @@ Headers = Sequence[tuple[str, str]]
 class Arrival:
     """A whole request as the gateway handed it over; nothing of it has gone upstream yet.
 
-    `headers` have lower-case names, keep duplicates and order, and leave the pseudo headers out. `body` is the
-    bytes as the client sent them (still compressed, if they were); `has_body` is False only when the headers
-    ended the request, so an empty body and no body can be told apart. `metadata` is Envoy's
+    `headers` have lower-case names, keep duplicates and order, and leave the pseudo headers out. `body` is
+    the bytes as the client sent them (still compressed, if they were). `has_body` is False only when the
+    headers ended the request, so an empty body and no body can be told apart. `metadata` is Envoy's
     `filter_metadata`: namespace -> plain JSON-like values. `received_at` is on the server's clock (seconds).
 
-    `observes_response`: the gateway streams the response through Picker, so `Exchange.finished` means that the
+    `observes_response`: the gateway sends the response through Picker, so `Exchange.finished` means that the
     response is over. Otherwise its end is learned elsewhere (access log, engine metrics).
     """
 
@@ -47,8 +47,11 @@ class Exchange(Protocol):
     def response_chunk(self, data: bytes) -> None:
         """A piece of the response body; only called where `wants_response_body`."""
 
-    def finished(self) -> None:
-        """The stream is over, in whatever way. Called exactly once for every `Routed`, even one never sent."""
+    def finished(self, delivered: bool) -> None:
+        """The stream is over, in whatever way. Called exactly once for each `Routed`, even one never sent.
+
+        `delivered`: the destination was handed to the gateway, which may have acted on it.
+        """
 
 
 @dataclass(frozen=True, slots=True)

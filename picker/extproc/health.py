@@ -1,0 +1,93 @@
+"""gRPC health (grpc.health.v1) under the names that gateways and Kubernetes probes ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from picker.extproc.server import SERVICE_NAME
+
+LIVENESS = "liveness"
+_READINESS_NAMES = ("", "readiness", SERVICE_NAME)
+
+_Status = health_pb2.HealthCheckResponse
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class HealthState:
+    """What the health services report. The application sets it; changes reach watchers at once.
+
+    `synced`: the pool has been read once (it may be empty). `leader`: this replica leads, or no election is on.
+    `draining`: shutting down. Liveness depends on none of them: a follower or a draining replica is alive.
+    """
+
+    def __init__(self, *, synced: bool = False, leader: bool = True, draining: bool = False) -> None:
+        self._synced = synced
+        self._leader = leader
+        self._draining = draining
+        self._changed = asyncio.Event()
+
+    @property
+    def ready(self) -> bool:
+        return self._synced and self._leader and not self._draining
+
+    def update(
+        self, *, synced: bool | None = None, leader: bool | None = None, draining: bool | None = None
+    ) -> None:
+        self._synced = self._synced if synced is None else synced
+        self._leader = self._leader if leader is None else leader
+        self._draining = self._draining if draining is None else draining
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def change(self) -> None:
+        """Return at the next update."""
+        await self._changed.wait()
+
+
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the stub is untyped
+    """Serves one `HealthState`. Unknown names are NOT_FOUND."""
+
+    def __init__(self, state: HealthState) -> None:
+        self._state = state
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        status = self._status(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        return _Status(status=status)
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: Context
+    ) -> health_pb2.HealthListResponse:
+        statuses = {name: _Status(status=self._status(name)) for name in (LIVENESS, *_READINESS_NAMES)}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        last = None
+        while True:
+            status = self._status(request.service)
+            if status is None:
+                status = _Status.SERVICE_UNKNOWN  # the health protocol wants an answer here, not an error
+            if status != last:
+                yield _Status(status=status)
+                last = status
+            await self._state.change()
+
+    def _status(self, name: str) -> int | None:
+        if name == LIVENESS:
+            return int(_Status.SERVING)
+        if name in _READINESS_NAMES:
+            return int(_Status.SERVING if self._state.ready else _Status.NOT_SERVING)
+        return None

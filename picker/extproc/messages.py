@@ -1,0 +1,157 @@
+"""The replies Picker sends on an ext_proc stream, built from protoc messages.
+
+Replies that never change are built once. Source of the rules: `external_processor.proto` of Envoy's API v3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    ProcessingResponse,
+    TrailersResponse,
+)
+from google.protobuf.struct_pb2 import Struct, Value
+
+from picker.extproc.errors import error_json
+from picker.extproc.handler import Refused
+
+DESTINATION_HEADER = "x-gateway-destination-endpoint"
+SERVED_KEY = "x-gateway-destination-endpoint-served"
+LB_NAMESPACE = "envoy.lb"
+REASON_HEADER = "x-picker-dropped-reason"
+
+_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+# "Go on, nothing changed", for each phase where Picker has nothing to say.
+REQUEST_HEADERS_UNCHANGED = ProcessingResponse(request_headers=HeadersResponse())
+REQUEST_TRAILERS_UNCHANGED = ProcessingResponse(request_trailers=TrailersResponse())
+RESPONSE_HEADERS_UNCHANGED = ProcessingResponse(response_headers=HeadersResponse())
+RESPONSE_BODY_UNCHANGED = ProcessingResponse(response_body=BodyResponse())
+RESPONSE_TRAILERS_UNCHANGED = ProcessingResponse(response_trailers=TrailersResponse())
+
+
+@lru_cache(maxsize=4096)
+def destination_on_headers(
+    endpoint: str, set_headers: tuple[tuple[str, str], ...], remove_headers: tuple[str, ...]
+) -> ProcessingResponse:
+    """The answer to the request headers: go to `endpoint`, said as a header and as `envoy.lb` metadata."""
+    reply = ProcessingResponse()
+    _direct(reply, reply.request_headers.response, endpoint, set_headers, remove_headers)
+    return reply
+
+
+def destination_on_body(
+    endpoint: str,
+    set_headers: tuple[tuple[str, str], ...],
+    remove_headers: tuple[str, ...],
+    body: bytes | None,
+) -> ProcessingResponse:
+    """The answer to a BUFFERED body, where the headers still wait and can be changed with it.
+
+    A changed `body` gets its new content-length, once; an untouched one (None) is not sent back at all.
+    """
+    reply = ProcessingResponse()
+    common = reply.request_body.response
+    if body is not None:
+        set_headers = (*set_headers, ("content-length", str(len(body))))
+        common.body_mutation.body = body
+    _direct(reply, common, endpoint, set_headers, remove_headers)
+    return reply
+
+
+def request_piece(data: bytes, last: bool) -> ProcessingResponse:
+    reply = ProcessingResponse()
+    streamed = reply.request_body.response.body_mutation.streamed_response
+    streamed.body = data
+    streamed.end_of_stream = last
+    return reply
+
+
+def response_piece(data: bytes, last: bool) -> ProcessingResponse:
+    reply = ProcessingResponse()
+    streamed = reply.response_body.response.body_mutation.streamed_response
+    streamed.body = data
+    streamed.end_of_stream = last
+    return reply
+
+
+def hold(seconds: float) -> ProcessingResponse:
+    """Ask Envoy to wait longer than its `message_timeout` for the answer to the message just read."""
+    reply = ProcessingResponse()
+    reply.override_message_timeout.FromMilliseconds(int(seconds * 1000))
+    return reply
+
+
+def immediate(refused: Refused) -> ProcessingResponse:
+    """The whole response to the client, in place of the upstream's."""
+    reply = ProcessingResponse()
+    response = reply.immediate_response
+    response.status.code = refused.status  # the enum's numbers are HTTP's own
+    response.body = error_json(refused)
+    response.details = f"picker_{refused.reason}"
+    _set_header(response.headers, "content-type", "application/json")
+    _set_header(response.headers, REASON_HEADER, refused.reason)
+    if refused.retry_after is not None:
+        _set_header(response.headers, "retry-after", str(max(1, math.ceil(refused.retry_after))))
+    return reply
+
+
+def header_text(header: HeaderValue) -> str:
+    """A header's value. Bytes beyond ASCII are read as latin-1, which never fails."""
+    text: str = header.raw_value.decode("latin-1") if header.raw_value else header.value
+    return text
+
+
+def plain_metadata(namespaces: Mapping[str, Struct]) -> dict[str, Any]:
+    """`filter_metadata` as plain values. Depth is bounded by the protobuf parser (100)."""
+    return {name: _plain_struct(struct) for name, struct in namespaces.items()}
+
+
+def _plain_struct(struct: Struct) -> dict[str, Any]:
+    return {key: _plain_value(value) for key, value in struct.fields.items()}
+
+
+def _plain_value(value: Value) -> Any:
+    match value.WhichOneof("kind"):
+        case "struct_value":
+            return _plain_struct(value.struct_value)
+        case "list_value":
+            return [_plain_value(item) for item in value.list_value.values]
+        case "null_value" | None:
+            return None
+        case kind:
+            return getattr(value, kind)
+
+
+def _direct(
+    reply: ProcessingResponse,
+    common: CommonResponse,
+    endpoint: str,
+    set_headers: Iterable[tuple[str, str]],
+    remove_headers: Iterable[str],
+) -> None:
+    mutation = common.header_mutation
+    for name, value in set_headers:
+        _set_header(mutation, name, value)
+    _set_header(mutation, DESTINATION_HEADER, endpoint)
+    mutation.remove_headers.extend(remove_headers)
+    common.clear_route_cache = True
+    reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value.fields[
+        DESTINATION_HEADER
+    ].string_value = endpoint
+
+
+def _set_header(mutation: HeaderMutation, name: str, value: str) -> None:
+    option = mutation.set_headers.add()
+    option.append_action = _OVERWRITE
+    option.header.key = name
+    option.header.raw_value = value.encode("latin-1", "replace")

@@ -1,0 +1,333 @@
+"""The ext_proc gRPC server: a thin loop around `Conversation`.
+
+Every stream has two coroutines. The reader takes the gateway's messages as they come, so that an end of the
+stream is noticed at any time; the writer decides and sends replies, and while it waits for the socket more
+response chunks can gather and leave together. Whatever ends a stream, `_Stream._close` runs once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from google.protobuf.message import DecodeError
+
+from picker.extproc.body import BodyBudget
+from picker.extproc.conversation import (
+    Ask,
+    Conversation,
+    ConversationLimits,
+    Event,
+    GaveUp,
+    ProtocolError,
+    RefusedEarly,
+    ResponseChunk,
+    ResponseHeaders,
+    StreamEnded,
+)
+from picker.extproc.handler import Arrival, Exchange, Refused, RequestHandler, Routed
+from picker.extproc.tls import names_of_peer
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+# Room in a gRPC message beside the body: headers, metadata, attributes.
+_MESSAGE_OVERHEAD_BYTES = 1024 * 1024
+
+_INTERNAL_ERROR = Refused(500, "internal_error", "The endpoint picker failed on this request.")
+_TOO_MANY_STREAMS = Refused(
+    503, "too_many_streams", "The endpoint picker has too many requests at once.", 1.0
+)
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing from the stubs
+
+
+@dataclass(slots=True)
+class ExtProcStats:
+    """Counters over all streams. `refused` is keyed by reason, a closed set."""
+
+    streams: int = 0
+    active_streams: int = 0
+    routed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    given_up: int = 0  # the client or the gateway left before it had an answer
+    protocol_errors: int = 0
+    internal_errors: int = 0
+    received_messages: int = 0
+    sent_messages: int = 0
+
+
+class ExtProcServer:
+    """Serves `envoy.service.ext_proc.v3.ExternalProcessor` for one `RequestHandler`.
+
+    `clock` gives seconds; `Arrival.received_at` is on it. `max_streams` bounds the requests held and followed at
+    once; one more is refused with 503. `client_names`, if given, are the names of which a client's certificate
+    must carry one (mutual TLS).
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        *,
+        limits: ConversationLimits | None = None,
+        budget: BodyBudget | None = None,
+        max_streams: int = 20_000,
+        client_names: frozenset[str] = frozenset(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = ExtProcStats()
+        self.handler = handler
+        self.limits = limits or ConversationLimits()
+        self.budget = budget or BodyBudget(max_bytes=1024**3)
+        self.max_streams = max_streams
+        self.client_names = client_names
+        self.clock = clock
+
+    def options(self) -> list[tuple[str, Any]]:
+        """Channel arguments for the `grpc.aio.server` that this is added to; they work nowhere else."""
+        # A BUFFERED body comes in one message, and goes back in one when it was changed.
+        max_message = self.limits.max_body_bytes + _MESSAGE_OVERHEAD_BYTES
+        return [
+            ("grpc.max_receive_message_length", max_message),
+            ("grpc.max_send_message_length", max_message),
+            ("grpc.so_reuseport", 0),
+        ]
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        # Bytes in and out: messages are parsed here, where a bad one can still be answered.
+        method = grpc.stream_stream_rpc_method_handler(self._process)
+        service = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Process": method})
+        server.add_generic_rpc_handlers((service,))
+
+    async def _process(self, _: object, context: Context) -> None:
+        if self.client_names and not self.client_names & names_of_peer(context.auth_context()):
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, "the client certificate has no allowed name"
+            )
+        await _Stream(self, context).run()
+
+
+class _Stream:
+    """One ext_proc stream, from its first message to its end."""
+
+    def __init__(self, server: ExtProcServer, context: Context) -> None:
+        self._stats = server.stats
+        self._handler = server.handler
+        self._clock = server.clock
+        self._overloaded = server.stats.active_streams >= server.max_streams
+        self._context = context
+        self._conversation = Conversation(server.limits, server.budget)
+        self._decision: asyncio.Task[Routed | Refused] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._exchange: Exchange | None = None
+        self._delivered = False
+        self._something_to_write = asyncio.Event()
+        self._written = asyncio.Event()
+
+    async def run(self) -> None:
+        self._stats.streams += 1
+        self._stats.active_streams += 1
+        try:
+            await self._serve()
+        except ProtocolError as error:
+            self._stats.protocol_errors += 1
+            log.warning("the gateway broke the ext_proc protocol: %s", error)
+            await self._end_broken(str(error))
+        except grpc.aio.BaseError:
+            log.debug("the stream broke off", exc_info=True)
+        except Exception:
+            self._stats.internal_errors += 1
+            log.exception("an ext_proc stream failed")
+            await self._end_broken("internal error")
+        finally:
+            self._close()
+
+    async def _serve(self) -> None:
+        if self._overloaded:
+            await self._refuse(_TOO_MANY_STREAMS)
+            return
+        arrival = await self._read_request()
+        if arrival is None:
+            return
+        await self._write_waiting()
+        self._reader = asyncio.create_task(self._read_rest())
+        decision = await self._decide(arrival)
+        if decision is None:
+            self._stats.given_up += 1
+        elif isinstance(decision, Refused):
+            await self._refuse(decision)
+            return
+        else:
+            self._conversation.forward(decision)
+            self._stats.routed += 1
+        await self._write_until_end(self._reader)
+
+    # Reading
+
+    async def _read(self) -> Event | None:
+        """Take one message into the conversation, and say what it means."""
+        data = await self._context.read()
+        if data is EOF:
+            return self._conversation.receive_end()
+        self._stats.received_messages += 1
+        try:
+            message = ProcessingRequest.FromString(data)
+        except DecodeError as error:
+            raise ProtocolError("not a ProcessingRequest") from error
+        return self._conversation.receive(message, self._clock())
+
+    async def _read_request(self) -> Arrival | None:
+        """Read until the request is complete; None when the stream ended or was answered before that."""
+        while True:
+            match await self._read():
+                case Ask(arrival):
+                    return arrival
+                case RefusedEarly(refused):
+                    self._stats.refused[refused.reason] += 1
+                    await self._write_waiting()
+                    return None
+                case StreamEnded():
+                    self._stats.given_up += 1
+                    return None
+            await self._write_waiting()
+
+    async def _read_rest(self) -> None:
+        """Read on to the end of the stream, while the request is decided and its response passes through."""
+        try:
+            while not isinstance(event := await self._read(), StreamEnded):
+                if event is not None:
+                    self._follow(event)
+                self._something_to_write.set()
+                while self._conversation.congested:
+                    self._written.clear()
+                    await self._written.wait()
+        finally:
+            self._drop_decision()
+            self._something_to_write.set()
+
+    def _follow(self, event: Event) -> None:
+        """Tell the exchange what became of its request."""
+        if isinstance(event, GaveUp):
+            self._drop_decision()
+        if self._exchange is None:
+            return
+        try:
+            match event:
+                case ResponseHeaders(status, headers, served):
+                    self._exchange.response_headers(status, headers, served)
+                case ResponseChunk(data):
+                    self._exchange.response_chunk(data)
+        except Exception:
+            self._stats.internal_errors += 1
+            log.exception("following a response failed")
+
+    # Deciding
+
+    async def _decide(self, arrival: Arrival) -> Routed | Refused | None:
+        """The handler's decision; None when nobody waits for it any more."""
+        self._decision = asyncio.create_task(self._handler.route(arrival))
+        try:
+            decision = await self._decision
+        except asyncio.CancelledError:
+            if not self._conversation.undecided:
+                return None
+            if _being_cancelled():
+                raise
+            decision = self._failed("deciding was cancelled from inside")
+        except Exception:
+            decision = self._failed("deciding failed")
+        if isinstance(decision, Routed):
+            self._exchange = decision.exchange
+        return decision if self._conversation.undecided else None
+
+    def _failed(self, what: str) -> Refused:
+        self._stats.internal_errors += 1
+        log.exception(what)
+        return _INTERNAL_ERROR
+
+    def _drop_decision(self) -> None:
+        if self._decision is not None and not self._decision.done():
+            self._decision.cancel()
+
+    # Writing
+
+    async def _write_until_end(self, reader: asyncio.Task[None]) -> None:
+        while True:
+            await self._write_waiting()
+            if reader.done():
+                return reader.result()
+            self._something_to_write.clear()
+            await self._something_to_write.wait()
+
+    async def _write_waiting(self) -> None:
+        while (reply := self._conversation.next_reply()) is not None:
+            await self._context.write(reply.SerializeToString())
+            self._stats.sent_messages += 1
+            self._delivered = self._exchange is not None
+            self._written.set()
+
+    async def _refuse(self, refused: Refused) -> None:
+        self._conversation.refuse(refused)
+        self._stats.refused[refused.reason] += 1
+        await self._write_waiting()
+
+    async def _end_broken(self, why: str) -> None:
+        """End a stream that cannot go on: with an error to the client if that is still possible.
+
+        A clean end would not do: Envoy would go on without a body and without a destination.
+        """
+        if self._conversation.undecided:
+            await self._refuse(_INTERNAL_ERROR)
+        else:
+            await self._context.abort(grpc.StatusCode.INTERNAL, why)
+
+    # Ending
+
+    def _close(self) -> None:
+        """Release everything that the stream holds. Runs once, on each way out."""
+        self._stats.active_streams -= 1
+        self._conversation.close()
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader.add_done_callback(_retrieve)
+        if self._exchange is not None:
+            self._finish(self._exchange)
+        elif self._decision is not None:
+            # Cancelled, but it may be too late to stop it: what it still books must be released.
+            self._drop_decision()
+            self._decision.add_done_callback(self._finish_late)
+
+    def _finish_late(self, decision: asyncio.Task[Routed | Refused]) -> None:
+        _retrieve(decision)
+        if not decision.cancelled() and decision.exception() is None:
+            late = decision.result()
+            if isinstance(late, Routed):
+                self._finish(late.exchange)
+
+    def _finish(self, exchange: Exchange) -> None:
+        try:
+            exchange.finished(self._delivered)
+        except Exception:
+            self._stats.internal_errors += 1
+            log.exception("releasing a request failed")
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Look at a task's exception, so that asyncio does not report it as forgotten."""
+    if not task.cancelled():
+        task.exception()
