@@ -16,7 +16,6 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-import picker.queueing.orders  # noqa: F401 (makes the orders known)
 from picker.policy.model import CostWeights, Policy, PolicyClass
 from picker.pool.endpoint import Endpoint
 from picker.pool.pool import PoolChange
@@ -24,7 +23,8 @@ from picker.queueing.busy import BusyGate, BusyGates
 from picker.queueing.class_queue import ClassQueue, Tick
 from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
 from picker.queueing.lanes import Lanes
-from picker.queueing.request_queue import CacheLook, OrderContext, RequestQueue, order_named
+from picker.queueing.orders import order_named
+from picker.queueing.request_queue import CacheLook, OrderContext, RequestQueue
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work, WorkState
 from picker.selection.constraints import Constraints, Ineligible
 from picker.selection.selector import Eligibility, Selector

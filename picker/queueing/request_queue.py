@@ -41,12 +41,12 @@ class RequestQueue(ABC):
 
     # Does the order of waiting requests change with time or cache, so that `refresh` has something to do?
     dynamic: ClassVar[bool] = False
-    _orders: ClassVar[dict[str, type[RequestQueue]]] = {}
+    orders: ClassVar[dict[str, type[RequestQueue]]] = {}
 
     def __init_subclass__(cls, *, policy: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if policy is not None:
-            RequestQueue._orders[policy] = cls
+            RequestQueue.orders[policy] = cls
 
     def __init__(self, context: OrderContext) -> None:
         self.context = context
@@ -106,15 +106,6 @@ class RequestQueue(ABC):
 
     def __bool__(self) -> bool:
         return len(self) > 0
-
-
-def order_named(policy: str) -> type[RequestQueue]:
-    """The order with this policy name. ValueError when nobody has that name."""
-    order = RequestQueue._orders.get(policy)
-    if order is None:
-        known = ", ".join(sorted(RequestQueue._orders))
-        raise ValueError(f"unknown queue policy {policy!r}; known are {known}")
-    return order
 
 
 _Entry = tuple[Rank, int, Work]

@@ -167,7 +167,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert stats.waiting_requests == len(model.waiting)
             assert stats.waiting_tokens == sum(work.demand.raw_tokens for work in model.waiting)
             assert {work.state for work in flow.queue} <= {WorkState.WAITING}
-            assert 0 <= flow.deficit
+            assert flow.deficit >= 0
             if model.waiting:
                 largest = 3000
                 assert flow.deficit < largest + model.policy.quantum
