@@ -64,12 +64,12 @@ def _decode_slowly(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Python's parser, for the lone surrogates that the fast one refuses."""
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
-        struct: type[T] = decoder.type
-        return msgspec.convert(value, struct)
+        converted: T = msgspec.convert(value, decoder.type)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the body does not fit: {_first_line(error)}", code="invalid_type") from None
     except (ValueError, RecursionError) as error:
         raise _malformed(_first_line(error)) from None
+    return converted
 
 
 def _refuse_constant(name: str) -> NoReturn:

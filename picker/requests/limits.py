@@ -10,7 +10,7 @@ _MIB = 1 << 20
 class BodyLimits(BaseModel):
     """Bounds on one request's body. Passing a size bound is 413, any other bound 400."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     max_body_bytes: PositiveInt = 16 * _MIB
     """Bytes of the body as received."""

@@ -1,0 +1,339 @@
+"""Where a text can be cut so that the ids of its parts, put together, are the ids of the whole.
+
+`Cutter.of` reads a `tokenizer.json` and proves, for pairs of adjacent characters such as a letter and a space, that a
+cut between them changes nothing at any stage: added tokens, normalizer, pre-tokenizer, model. What it cannot prove it
+does not use; a tokenizer for which nothing can be proven is never cut.
+
+Cuts are chosen by looking at the text near them only. So two texts with a common beginning are cut alike there, and the
+same passage gives the same parts wherever it stands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from picker.tokens.split_pattern import CharGroup, SplitPattern, UnknownSyntax
+
+MIN_PART = 2048
+"""Characters of a part before a cut is looked for."""
+
+_LOWER = CharGroup("a", "z")
+_UPPER = CharGroup("A", "Z")
+_DIGITS = CharGroup("0", "9")
+# Their general categories have not changed since Unicode 1.1, so every engine's tables agree on them.
+_OTHER_LETTERS = (
+    CharGroup("\u0430", "\u044f"),  # Cyrillic, small
+    CharGroup("\u0410", "\u042f"),  # Cyrillic, capital
+    CharGroup("\u05d0", "\u05ea"),  # Hebrew
+    CharGroup("\u3042", "\u3042"),  # the commonest kana stand for themselves only
+    CharGroup("\u3044", "\u3044"),
+    CharGroup("\u305f", "\u305f"),
+    CharGroup("\u308b", "\u308b"),
+    CharGroup("\u306e", "\u306e"),
+    CharGroup("\u4e00", "\u9fa5"),  # Han
+    CharGroup("\uac00", "\ud7a3"),  # Hangul
+)
+_MARKS = tuple(CharGroup(char, char) for char in ".,;:!?)]}\"'>")
+_SPACE = CharGroup(" ", " ")
+_LINE_END = CharGroup("\n", "\n")
+_FULL_STOPS = tuple(CharGroup(char, char) for char in "\u3002\uff0c\u3001\uff01\uff1f")
+
+# What a space becomes: with SentencePiece's convention, and as one of the characters that stand for bytes.
+_METASPACE = "\u2581"
+_BYTE_SPACE = "\u0120"
+
+
+class _CannotCut(Exception):
+    """A stage of the tokenizer for which cutting is not proven safe."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A kind of place: a character of `left`, the cut, a character of `right`."""
+
+    left: CharGroup
+    right: CharGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What is known after some stages: the pairs still safe, those that are boundaries by now, what a space became."""
+
+    pairs: frozenset[_Pair]
+    boundaries: frozenset[_Pair] = frozenset()
+    space: str = " "
+    drop_space: bool = False
+    """The right part loses its leading space, because the normalizer puts one in front of every part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """Cuts texts into parts that can be encoded on their own."""
+
+    places: re.Pattern[str] | None
+    """Matches up to a cut; None: this tokenizer's texts are never cut."""
+    drop_space: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: Mapping[str, Any]) -> Cutter:
+        """Work out the safe places from the contents of a `tokenizer.json`."""
+        tokens = [token for token in tokenizer.get("added_tokens") or () if token["content"]]
+        if any(token.get("single_word") for token in tokens) or (tokenizer["model"].get("dropout") or 0) > 0:
+            return cls(None)
+        try:
+            stage = _after_added_tokens(_Stage(_candidates()), tokens)
+            stage = _after_normalizer(stage, tokenizer.get("normalizer"))
+            stage = _after_pre_tokenizer(stage, tokenizer.get("pre_tokenizer"))
+            stage = _after_model(stage, tokenizer["model"])
+        except (_CannotCut, UnknownSyntax):
+            return cls(_token_starts(tokens))
+        if stage.drop_space and any(token["content"][0].isalnum() for token in tokens):
+            return cls(_token_starts(tokens))
+        places = _pair_places(stage.boundaries, stage.drop_space)
+        return cls(places or _token_starts(tokens), stage.drop_space and places is not None)
+
+    def parts(self, text: str) -> Iterator[str]:
+        """The parts of a text, in order. Each but the last is at least `MIN_PART` characters long."""
+        start = 0
+        while self.places is not None and len(text) - start > MIN_PART:
+            match = self.places.search(text, start + MIN_PART)
+            if match is None:
+                break
+            yield text[start : match.end()]
+            start = match.end() + self.drop_space
+        yield text[start:]
+
+
+def _candidates() -> frozenset[_Pair]:
+    words = (_LOWER, _UPPER, _DIGITS, *_OTHER_LETTERS)
+    return frozenset(
+        [_Pair(left, right) for left in (*words, *_MARKS) for right in (_SPACE, _LINE_END)]
+        + [_Pair(left, stop) for left in _OTHER_LETTERS for stop in _FULL_STOPS]
+    )
+
+
+def _pair_places(pairs: frozenset[_Pair], drop_space: bool) -> re.Pattern[str] | None:
+    lefts_of: dict[str, list[str]] = {}
+    for pair in pairs:
+        left = f"{re.escape(pair.left.low)}-{re.escape(pair.left.high)}"
+        lefts_of.setdefault(pair.right.low, []).append(left)
+    # Where the space goes, what follows it must be text: a token or the end there would lose it.
+    after = " [A-Za-z0-9]" if drop_space else ""
+    choices = [
+        f"[{''.join(sorted(lefts))}](?={after or re.escape(right)})"
+        for right, lefts in sorted(lefts_of.items())
+    ]
+    return re.compile("|".join(choices)) if choices else None
+
+
+# Added tokens.
+
+
+def _after_added_tokens(stage: _Stage, tokens: list[Mapping[str, Any]]) -> _Stage:
+    """No added token may lie across a cut: its text must not hold such a pair, nor may it swallow the space after it.
+
+    Tokens that are found in normalized text count with a space in any form.
+    """
+    pairs = set(stage.pairs)
+    for token in tokens:
+        content: str = token["content"].replace(_METASPACE, " ")
+        eats_space = bool(token.get("rstrip"))
+        neighbours = set(itertools.pairwise(content))
+        if eats_space:
+            neighbours |= {(content[-1], " "), (content[-1], "\n")}
+        if token.get("normalized"):
+            neighbours |= {
+                (case(left), right) for left, right in neighbours for case in (str.lower, str.upper)
+            }
+        pairs = {
+            pair
+            for pair in pairs
+            if not any(
+                pair.left.low <= left <= pair.left.high and right == pair.right.low
+                for left, right in neighbours
+            )
+        }
+    return replace(stage, pairs=frozenset(pairs))
+
+
+def _token_starts(tokens: list[Mapping[str, Any]]) -> re.Pattern[str] | None:
+    """Places right before a special token, for tokenizers whose words cannot be parted.
+
+    Text is split at added tokens before anything else happens to it. A token is good for a cut if it is looked for in
+    raw text, does not swallow the space before it, and no other token can begin before it and end inside it.
+    """
+    contents = [token["content"] for token in tokens]
+    chosen = [
+        token["content"]
+        for token in tokens
+        if token.get("special")
+        and not token.get("normalized")
+        and not token.get("lstrip")
+        and not any(_can_overlap(other, token["content"]) for other in contents)
+    ]
+    if not chosen:
+        return None
+    return re.compile("(?=" + "|".join(map(re.escape, chosen[:_MAX_TOKEN_STARTS])) + ")")
+
+
+_MAX_TOKEN_STARTS = 64
+
+
+def _can_overlap(other: str, token: str) -> bool:
+    """Whether some text holds `other` beginning before `token` and reaching into it."""
+    return any(
+        other.startswith(token[: len(other) - at], at) for at in range(1, len(other)) if other[at] == token[0]
+    )
+
+
+# Normalizers.
+
+
+def _after_normalizer(stage: _Stage, normalizer: Mapping[str, Any] | None) -> _Stage:
+    if normalizer is None:
+        return stage
+    match normalizer["type"]:
+        case "Sequence":
+            for item in normalizer["normalizers"]:
+                stage = _after_normalizer(stage, item)
+            return stage
+        case "NFC":
+            # None of these characters is changed, none of the right ones combines with what stands before it.
+            return stage
+        case "NFD" | "NFKC" | "NFKD" | "Lowercase" | "StripAccents" | "BertNormalizer" | "Precompiled":
+            # Character by character (or cluster), and ASCII stays ASCII; but a letter may change its case.
+            return _only_plain(stage)
+        case "Replace" if stage.space == " ":
+            return _after_replace(stage, normalizer)
+        case "Prepend" if normalizer["prepend"] == _METASPACE and not stage.drop_space:
+            spaces = frozenset(pair for pair in stage.pairs if pair.right == _SPACE)
+            return replace(stage, pairs=spaces, drop_space=True)
+    raise _CannotCut(normalizer["type"])
+
+
+def _only_plain(stage: _Stage) -> _Stage:
+    pairs = {pair for pair in stage.pairs if pair.left.high < "\x80" and pair.right.high < "\x80"}
+    # Either case of a letter may come out as the other: only where both are safe is one.
+    for right in (_SPACE, _LINE_END):
+        both = {_Pair(_LOWER, right), _Pair(_UPPER, right)}
+        if not both <= pairs:
+            pairs -= both
+    return replace(stage, pairs=frozenset(pairs))
+
+
+def _after_replace(stage: _Stage, normalizer: Mapping[str, Any]) -> _Stage:
+    pattern = normalizer["pattern"].get("String")
+    if pattern == " " and normalizer["content"] == _METASPACE:
+        return replace(stage, space=_METASPACE)
+    raise _CannotCut("Replace")
+
+
+# Pre-tokenizers.
+
+# GPT-2's expression, which ByteLevel applies by default.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _after_pre_tokenizer(stage: _Stage, pre_tokenizer: Mapping[str, Any] | None) -> _Stage:
+    if pre_tokenizer is None:
+        return stage
+    match pre_tokenizer["type"]:
+        case "Sequence":
+            for item in pre_tokenizer["pretokenizers"]:
+                stage = _after_pre_tokenizer(stage, item)
+            return stage
+        case "Split":
+            return _after_split(stage, pre_tokenizer)
+        case kind if stage.drop_space:
+            raise _CannotCut(kind)
+        case "ByteLevel":
+            if pre_tokenizer.get("add_prefix_space", True):
+                # A space is put before each piece that does not begin with white space.
+                stage = _restrict(stage, lambda pair: pair.right.is_space or pair in stage.boundaries)
+            if pre_tokenizer.get("use_regex", True):
+                stage = _after_pattern(stage, _GPT2)
+            return replace(stage, space=_BYTE_SPACE)
+        case "Whitespace" | "WhitespaceSplit" | "BertPreTokenizer":
+            stage = _restrict(stage, lambda pair: pair.right.is_space)
+            return replace(stage, boundaries=stage.pairs)
+        case "Metaspace":
+            return _after_metaspace(stage, pre_tokenizer)
+        case "Digits":
+            return stage
+        case "Punctuation" if pre_tokenizer.get("behavior", "Isolated") == "Isolated":
+            return stage
+    raise _CannotCut(pre_tokenizer["type"])
+
+
+def _restrict(stage: _Stage, keep: Callable[[_Pair], bool]) -> _Stage:
+    pairs = frozenset(filter(keep, stage.pairs))
+    return replace(stage, pairs=pairs, boundaries=stage.boundaries & pairs)
+
+
+def _after_metaspace(stage: _Stage, pre_tokenizer: Mapping[str, Any]) -> _Stage:
+    """Spaces become the replacement, and pieces begin at it; a part that begins with a space gets no second one."""
+    if pre_tokenizer["replacement"] != _METASPACE or stage.space != " ":
+        raise _CannotCut("Metaspace")
+    stage = _restrict(stage, lambda pair: pair.right == _SPACE)
+    if pre_tokenizer.get("split", True):
+        return replace(stage, boundaries=stage.pairs, space=_METASPACE)
+    return replace(stage, space=_METASPACE)
+
+
+def _after_split(stage: _Stage, pre_tokenizer: Mapping[str, Any]) -> _Stage:
+    behavior, inverted = pre_tokenizer["behavior"], pre_tokenizer.get("invert", False)
+    literal = pre_tokenizer["pattern"].get("String")
+    if literal is not None and " " in literal and stage.space != " ":
+        # It looks for a space, and there is none left.
+        return stage
+    if behavior != "Isolated" and not (behavior == "Removed" and inverted):
+        raise _CannotCut(f"Split {behavior}")
+    pattern = pre_tokenizer["pattern"].get("Regex")
+    if pattern is None or stage.space != " " or stage.drop_space:
+        raise _CannotCut("Split")
+    return _after_pattern(stage, pattern)
+
+
+def _after_pattern(stage: _Stage, text: str) -> _Stage:
+    pattern = SplitPattern(text)
+    safe = frozenset(
+        pair
+        for pair in stage.pairs
+        if pair in stage.boundaries or pattern.never_crosses(pair.left, pair.right)
+    )
+    new = frozenset(pair for pair in safe if pattern.always_matches(pair.left))
+    return replace(stage, pairs=safe, boundaries=(stage.boundaries & safe) | new)
+
+
+# Models.
+
+
+def _after_model(stage: _Stage, model: Mapping[str, Any]) -> _Stage:
+    """Pieces are encoded one by one, so a boundary between pieces is one between their ids.
+
+    Without such boundaries a pair is still safe for merges (BPE) if both characters are known and no entry of the
+    vocabulary holds them side by side: then no merge can ever join them, and merges left and right of the cut do
+    not touch.
+    """
+    kind = model.get("type") or ("BPE" if "merges" in model else "")
+    if kind in ("WordPiece", "WordLevel", "Unigram", "BPE") and stage.boundaries:
+        return stage
+    affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if kind != "BPE" or affixes or model.get("ignore_merges"):
+        raise _CannotCut(str(kind))
+    vocabulary: Mapping[str, int] = model["vocab"]
+    joined = "\0".join(vocabulary)
+    safe = {pair for pair in stage.pairs if _is_never_merged(pair, stage.space, vocabulary, joined)}
+    return replace(stage, boundaries=frozenset(safe))
+
+
+def _is_never_merged(pair: _Pair, space: str, vocabulary: Mapping[str, int], joined: str) -> bool:
+    right = space if pair.right == _SPACE else pair.right.low
+    if right not in vocabulary or not all(char in vocabulary for char in pair.left):
+        return False
+    left = f"{re.escape(pair.left.low)}-{re.escape(pair.left.high)}"
+    return re.search(f"[{left}]{re.escape(right)}", joined) is None
