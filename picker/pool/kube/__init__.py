@@ -1,0 +1,1 @@
+"""The pool from Kubernetes: an InferencePool, its pods, and what their nodes and objectives add."""

@@ -1,0 +1,140 @@
+"""The API server over HTTP: one request, or one watch as lines, with errors that say what can be done about them.
+
+`kubernetes.aio` finds the server and the credentials, and holds the connections. Its generated calls and its
+Watch class are not used: Watch keeps an expired version, dies on a Status without `object`, and never notices a
+connection that has gone silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+
+Query = Sequence[tuple[str, str]]
+
+
+class ApiError(Exception):
+    """The API server did not do what was asked. `status` is None when there was no answer at all."""
+
+    def __init__(self, status: int | None, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{status}: {message}" if status is not None else message)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class SilentError(ApiError):
+    """The server said nothing for longer than it should."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(None, f"nothing heard for {seconds:g} s")
+
+
+class KubeApi:
+    """One API server. `reload` reads the credentials anew into the configuration, for when they are refused."""
+
+    def __init__(self, configuration: Any, reload: Callable[[], Awaitable[None]]) -> None:
+        self.reload_credentials = reload
+        self._client = ApiClient(configuration)
+
+    @classmethod
+    async def connect(cls, kubeconfig: Path | None = None, context: str | None = None) -> KubeApi:
+        """By `kubeconfig`, or by the pod's own service account when that is None. Raises ConfigException."""
+        configuration = Configuration()
+
+        async def reload() -> None:
+            if kubeconfig is None:
+                config.load_incluster_config(configuration)
+            else:
+                await config.load_kube_config(str(kubeconfig), context, configuration)
+
+        await reload()
+        return cls(configuration, reload)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        query: Query = (),
+        body: object = None,
+        *,
+        content_type: str = "application/json",
+        timeout: float = 30.0,
+    ) -> dict[str, Any]:
+        """The JSON object that the server answers with. Raises ApiError."""
+        limits = aiohttp.ClientTimeout(total=timeout)
+        async with self._send(method, path, query, body, content_type, limits, timeout) as response:
+            answer = _decode(await response.read())
+        if answer is None:
+            raise ApiError(None, "the answer is no JSON object")
+        return answer
+
+    async def lines(self, path: str, query: Query, silence: float) -> AsyncGenerator[bytes, None]:
+        """A watch, line by line until the server ends it; close it (`aclosing`) to stop earlier. Raises
+        ApiError, and SilentError once nothing has come for `silence` seconds."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=min(silence, 10.0), sock_read=silence)
+        async with self._send("GET", path, query, None, "application/json", limits, silence) as response:
+            async for line in response.content:
+                yield line
+
+    @asynccontextmanager
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Query,
+        body: object,
+        content_type: str,
+        limits: aiohttp.ClientTimeout,
+        patience: float,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        try:
+            serialized = await self._client.param_serialize(
+                method,
+                path,
+                query_params=list(query),
+                header_params=headers,
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            answer = await self._client.call_api(*serialized, _request_timeout=limits)
+            response: aiohttp.ClientResponse = answer.response
+            try:
+                if response.status >= 300:
+                    raise await _refusal(response)
+                yield response
+            finally:
+                # Closed, not given back: the rest of a watch never ends.
+                response.close()
+        except TimeoutError:
+            raise SilentError(patience) from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ApiError(None, f"{type(error).__name__}: {error}") from None
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> ApiError:
+    status = _decode(await response.content.read(64 * 1024)) or {}
+    message = status.get("message") or response.reason or "refused"
+    return ApiError(response.status, str(message), _seconds(response.headers.get("Retry-After")))
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text is not None and text.isascii() and text.isdigit() else None
+
+
+def _decode(body: bytes) -> dict[str, Any] | None:
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return value if isinstance(value, dict) else None
