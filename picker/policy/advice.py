@@ -45,6 +45,11 @@ def said_once(sentences: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{_listed(those)}: {sentence}" for sentence, those in names.items()]
 
 
+def may_wait(entry: PolicyClass) -> bool:
+    """Whether the class ever has requests waiting, and so takes part in the ring."""
+    return entry.can_queue and not refuses_when_busy(entry)
+
+
 def refuses_when_busy(entry: PolicyClass) -> bool:
     """Whether a limit of 0 keeps the class from ever waiting."""
     return entry.can_queue and any(getattr(entry, key) == 0 for key in LIMIT_KEYS)
@@ -99,7 +104,7 @@ def _of_class(entry: PolicyClass, profile: Profile, pool: _Pool) -> Iterator[str
     yield from _thresholds(entry, pool)
     yield from _limits(entry, profile, pool)
     yield from _order(entry)
-    if not refuses_when_busy(entry):
+    if may_wait(entry):
         yield from _waiting(entry, pool)
         yield from _bursts(entry, profile)
 
@@ -150,7 +155,7 @@ def _order(entry: PolicyClass) -> Iterator[str]:
         yield "edf without max_queue_wait: only requests that bring a target have a deadline"
     if order is not QueuePolicy.WSPT and entry.wspt_aging is not None:
         yield f"wspt_aging has no effect with queue_policy {order}"
-    if order is not QueuePolicy.PRIORITY and entry.high_priority_first:
+    if order not in (QueuePolicy.PRIORITY, QueuePolicy.CACHE_AFFINITY) and entry.high_priority_first:
         yield f"high_priority_first has no effect with queue_policy {order}"
     if order is not QueuePolicy.CACHE_AFFINITY and entry.affinity != AffinitySettings():
         yield f"affinity has no effect with queue_policy {order}"
@@ -181,7 +186,7 @@ def _waiting(entry: PolicyClass, pool: _Pool) -> Iterator[str]:
 def _bursts(entry: PolicyClass, profile: Profile) -> Iterator[str]:
     smallest = _smallest_request(entry, profile)
     rounds = -(-smallest // entry.quantum)
-    others = sum(other.quantum for other in profile.classes) - entry.quantum
+    others = sum(other.quantum for other in profile.classes if may_wait(other)) - entry.quantum
     if others and rounds >= _MANY_ROUNDS:
         yield (
             f"the smallest request of {smallest:,} uncached tokens takes {rounds:,} rounds of quantum"

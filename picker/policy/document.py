@@ -99,7 +99,7 @@ class _Reader:
         next(self._events)  # document end
         event = next(self._events)
         if not isinstance(event, yaml.StreamEndEvent):
-            raise self._fail(event, (), "a policy is one YAML document; a second one starts here")
+            raise self._fail(event, (), "only one YAML document is allowed; a second one starts here")
         return self._document
 
     def _node(self, event: yaml.Event, path: tuple[str | int, ...]) -> Data:

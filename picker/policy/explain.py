@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from picker.policy.advice import LIMIT_KEYS, policy_warnings, refuses_when_busy, said_once
+from picker.policy.advice import LIMIT_KEYS, may_wait, policy_warnings, refuses_when_busy, said_once
 from picker.policy.model import Policy, PolicyClass, Profile
 
 _WIDTH = 100
@@ -24,6 +24,10 @@ def explain_policy(
     `route_timeout`, in seconds, is the gateway's.
     """
     lines = [_title(policy, endpoints, max_num_batched_tokens)]
+    if len(policy.profiles) > 1:
+        lines.append(
+            f"Where models share endpoints, their classes share one ring: {_ring(policy):,} tokens a round."
+        )
     for profile in policy.profiles:
         lines += ["", *_profile(profile, endpoints, max_num_batched_tokens)]
     warnings = policy_warnings(
@@ -33,6 +37,10 @@ def explain_policy(
     for number, warning in enumerate(warnings, 1):
         lines += _wrapped(f"{number:>4}. ", warning, indent=6)
     return "\n".join(lines) + "\n"
+
+
+def _ring(policy: Policy) -> int:
+    return sum(entry.quantum for entry in policy.classes() if may_wait(entry))
 
 
 def _title(policy: Policy, endpoints: int, max_num_batched_tokens: int | None) -> str:
@@ -80,19 +88,24 @@ def _range(profile: Profile, index: int) -> str:
 
 
 def _shares(profile: Profile) -> Iterator[str]:
-    total = sum(entry.quantum for entry in profile.classes)
+    waiting = [entry for entry in profile.classes if may_wait(entry)]
     yield ""
+    if not waiting:
+        yield "  Shares: none, for no class ever has requests waiting"
+        return
+    total = sum(entry.quantum for entry in waiting)
     yield "  Shares of uncached tokens while every class has requests waiting"
     rows = [("class", "share", "tokens/round", "order")]
     rows += [
         (entry.name, f"{100 * entry.quantum / total:.1f} %", f"{entry.quantum:,}", str(entry.queue_policy))
-        for entry in profile.classes
+        for entry in waiting
     ]
-    if len(profile.classes) > 1:
-        rows.append(("ring round", "100.0 %", f"{total:,}", ""))
     yield from _table(rows, numbers=(1, 2))
-    if len(profile.classes) > 1:
-        yield "    A class with nothing waiting leaves its share to the others, by their quanta."
+    if len(waiting) > 1:
+        yield f"    One ring round is {total:,} tokens. What an idle class leaves goes to the others by their quanta."
+    apart = [entry.name for entry in profile.classes if not may_wait(entry)]
+    if apart:
+        yield f"    Never waiting, so outside the ring: {', '.join(apart)}"
 
 
 def _waits(entry: PolicyClass, max_num_batched_tokens: int | None) -> str:
@@ -122,7 +135,7 @@ def _busy(entry: PolicyClass, max_num_batched_tokens: int | None) -> Iterator[st
         tokens = fraction * max_num_batched_tokens
         yield f"more than {tokens:,.0f} prefill tokens booked ({fraction:g} x {max_num_batched_tokens:,})"
     if entry.max_running_per_worker is not None:
-        yield f"{_many(entry.max_running_per_worker, 'request')} running"
+        yield f"at least {_many(entry.max_running_per_worker, 'request')} running"
     if entry.kv_usage_busy_threshold is not None:
         yield f"more than {100 * entry.kv_usage_busy_threshold:g} % of the KV cache in use"
 
@@ -139,8 +152,9 @@ def _limits(profile: Profile, endpoints: int) -> Iterator[str]:
         return
     yield f"  Queue limits at {_many(endpoints, 'endpoint')}: new requests get 429 while this much waits"
     rows: list[tuple[str, ...]] = [("class", "requests", "prompt tokens", "cached tokens")]
-    for entry in limited:
-        rows.append((entry.name, *(_limit(getattr(entry, key), endpoints) for key in LIMIT_KEYS)))
+    rows += [
+        (entry.name, *(_limit(getattr(entry, key), endpoints) for key in LIMIT_KEYS)) for entry in limited
+    ]
     yield from _table(rows, numbers=(1, 2, 3))
     for entry in limited:
         yield from _first_to_bind(entry)

@@ -121,7 +121,7 @@ class AffinitySettings:
     )
     window: PositiveCount = Field(
         default=128,
-        description="How many waiting requests, from the oldest, are scored anew for each choice.",
+        description="How many waiting requests, the first to come, are compared; the others come after them.",
     )
     leader_wait: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = Field(
         default=0.0,
@@ -200,7 +200,8 @@ class ClassSettings:
     )
     high_priority_first: Switch = Field(
         default=False,
-        description="Only for `priority`: true serves the largest number first; false the smallest, as vLLM.",
+        description="For `priority` and `cache_affinity`: true serves the largest number first, false the"
+        " smallest, as vLLM does.",
     )
     affinity: AffinitySettings = Field(
         default=_DEFAULT_AFFINITY, description="Only for `cache_affinity`: how the order is kept in bounds."
