@@ -17,8 +17,10 @@ from pydantic import (
     model_validator,
 )
 
+from picker.requests.hints import HintTrust
+from picker.requests.limits import BodyLimits
+
 Port = Annotated[int, Field(ge=0, le=65535)]
-Trust = Literal["accept", "ignore", "metadata"]
 
 
 class Section(BaseModel):
@@ -55,17 +57,12 @@ class ExtProcSettings(Section):
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: Port = Field(9002, description="Port of the ext_proc service; 0 takes a free one.")
     health_port: Port = Field(9003, description="Port of the gRPC health service; 0 takes a free one.")
-    body_limit: ByteSize = Field(
-        ByteSize(32 * 1024**2),
-        gt=0,
-        description="Largest request body, in bytes or as 32MiB; a larger one gets 413.",
-    )
     total_body_limit: ByteSize = Field(
         ByteSize(1024**3),
         gt=0,
         description="Bytes of all bodies held at once; past it new requests get 503.",
     )
-    max_streams: PositiveInt = Field(10_000, description="Requests open at once; past it new ones get 503.")
+    max_streams: PositiveInt = Field(20_000, description="Requests open at once; past it new ones get 503.")
     observe: Literal["off", "usage"] = Field(
         "off",
         description="`usage` also reads responses, where they pass through, for the tokens reported.",
@@ -86,31 +83,12 @@ class AdminSettings(Section):
     public_metrics: bool = Field(True, description="Serve /metrics without the token.")
 
 
-class HintSettings(Section):
-    """Who may send which hint: `accept` anyone, `metadata` only the gateway, `ignore` nobody."""
-
-    policy_class: Trust = Field("metadata", description="The policy class.")
-    priority: Trust = Field("metadata", description="The priority within the class.")
-    strict_priority: Trust = Field("metadata", description="The strict priority tier.")
-    pin: Trust = Field("metadata", description="The exact endpoint.")
-    rank: Trust = Field("metadata", description="The data-parallel rank.")
-    tolerations: Trust = Field("metadata", description="Taints that the request tolerates.")
-    required_taints: Trust = Field("metadata", description="Taints that the endpoint must have.")
-    preferred_taints: Trust = Field("metadata", description="Taints that make an endpoint cheaper.")
-    allow_list: Trust = Field("metadata", description="Endpoints that the request is limited to.")
-    ttl: Trust = Field("accept", description="A shorter longest wait.")
-    ttft_ms: Trust = Field("accept", description="The time to first token that the client hopes for.")
-    fairness_id: Trust = Field("metadata", description="The tenant, for fairness inside a class.")
-    request_id: Trust = Field("accept", description="The request's id in logs and decisions.")
-    session: Trust = Field("accept", description="The session, for affinity.")
-
-
 class PolicySettings(Section):
     """The policy file and who may say which class a request belongs to."""
 
     file: Path | None = Field(None, description="The policy YAML. Without one there is one class, `default`.")
     reload_interval: PositiveFloat = Field(2.0, description="Seconds between looks for a new version.")
-    hints: HintSettings = HintSettings()
+    hints: HintTrust = HintTrust()
 
 
 class KubernetesSettings(Section):
@@ -126,7 +104,7 @@ class PoolSettings(Section):
     file: Path | None = Field(None, description="Static pool YAML. Read anew when it changes.")
     kubernetes: KubernetesSettings = KubernetesSettings()
     max_endpoints: PositiveInt = Field(4096, description="Endpoints past this number are left out.")
-    scrape_interval: PositiveFloat = Field(0.2, description="Seconds between scrapes of an engine.")
+    scrape_interval: PositiveFloat = Field(1.0, description="Seconds between scrapes of an engine.")
     scrape_timeout: PositiveFloat = Field(1.0, description="Seconds to wait for a scrape.")
 
     @model_validator(mode="after")
@@ -198,6 +176,7 @@ class Settings(Section):
     """All of it."""
 
     extproc: ExtProcSettings = ExtProcSettings()
+    requests: BodyLimits = BodyLimits()
     admin: AdminSettings = AdminSettings()
     policy: PolicySettings = PolicySettings()
     pool: PoolSettings = PoolSettings()

@@ -6,6 +6,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from picker.policy.document import Document, plain_scalar, read_document
 from picker.policy.errors import PolicyError
+from picker.requests.hints import Trust
 from picker.settings.model import Settings
 
 ENV_PREFIX = "PICKER_"
@@ -59,6 +61,12 @@ class Setting:
         if isinstance(value, bool):
             return str(value).lower()
         return "" if value is None or value == {} else f"{value}"
+
+    @property
+    def description(self) -> str:
+        if self.field.annotation is Trust:
+            return f"Who may give the hint `{self.path[-1]}`: anyone, only the gateway's metadata, or nobody."
+        return (self.field.description or "").rstrip(".").replace("\n", " ") + "."
 
     @property
     def is_flag(self) -> bool:
@@ -216,6 +224,8 @@ def _kinds(annotation: Any) -> list[str]:
         return _kinds(get_args(annotation)[0])
     if origin is dict:
         return ["name=path,..."]
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return list(annotation)
     return [_NAMES[annotation]]
 
 

@@ -1,0 +1,169 @@
+"""Everything that watches the service while it runs, behind one object."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from picker.telemetry.catalogue import STAGES
+from picker.telemetry.decisions import MAX_CANDIDATES, Candidate, DecisionLog, DecisionRecord, Rejection
+from picker.telemetry.logs import DecisionLines
+from picker.telemetry.metrics import Metrics
+from picker.telemetry.shares import ShareHistory
+from picker.telemetry.sources import Sources
+
+if TYPE_CHECKING:
+    from picker.pool.endpoint import Endpoint
+    from picker.queueing.work import Dropped, Released, Work
+    from picker.selection.selector import Candidate as Weighed
+
+DISPATCHED = "dispatched"
+
+_SAMPLE_EVERY = 1.0
+_LAG_EVERY = 0.1
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Tokens of dispatched requests, as predicted and as engines reported them."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    reported_cached_tokens: int = 0
+    prediction_error_tokens: int = 0
+
+
+@dataclass(slots=True)
+class LoopStats:
+    """lag: the longest delay of the event loop in the last quarter of a minute, in seconds."""
+
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=round(15 / _LAG_EVERY)))
+
+    @property
+    def lag(self) -> float:
+        return max(self.recent, default=0.0)
+
+
+class Telemetry:
+    """Metrics, decisions, shares and decision lines.
+
+    Who composes the service fills `sources`, hands `stages` to the pipeline, calls `released` or `dropped` with
+    each outcome of the queue, and keeps `run` running. `clock` is the queue's; `endpoint_at` finds the endpoint in
+    a slot.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        version: str,
+        endpoint_at: Callable[[int], Endpoint | None] = lambda slot: None,
+        decisions: int = 1000,
+        lines_per_second: float = 1.0,
+    ) -> None:
+        self.sources = Sources()
+        self.shares = ShareHistory()
+        self.metrics = Metrics(self.sources, self.shares, clock=clock, version=version)
+        self.decisions = DecisionLog(decisions)
+        self.requests = RequestStats()
+        self.stages: Mapping[str, Callable[[float], None]] = {
+            name: self.metrics.stage(name) for name in STAGES
+        }
+        self._lines = DecisionLines(lines_per_second, clock)
+        self._clock = clock
+        self._endpoint_at = endpoint_at
+        self._loop = LoopStats()
+        self.sources.stats |= {"requests": self.requests, "loop": self._loop}
+
+    def released(self, released: Released) -> None:
+        work, decision = released.work, released.decision
+        self.metrics.queue_wait(work.policy_class.label, released.waited)
+        self.requests.prompt_tokens += work.demand.raw_tokens
+        self.requests.cached_tokens += decision.chosen.cached_tokens
+        self._keep(
+            self._record(
+                work,
+                DISPATCHED,
+                released.waited,
+                deficit=released.deficit_after,
+                chosen=decision.endpoint.spec.authority,
+                candidates=tuple(_candidate(each) for each in decision.candidates[:MAX_CANDIDATES]),
+                rejected=self._rejections(decision.eligibility.refused),
+            )
+        )
+
+    def dropped(self, dropped: Dropped) -> None:
+        waited = max(0.0, self._clock() - dropped.work.arrival)
+        self._keep(self._record(dropped.work, str(dropped.reason), waited))
+
+    def reported(self, predicted: int, cached: int) -> None:
+        """An engine has told in its response how many of a prompt's tokens it had cached."""
+        self.requests.reported_cached_tokens += cached
+        self.requests.prediction_error_tokens += abs(predicted - cached)
+
+    async def run(self) -> None:
+        """Take the samples that nobody asks for, until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = 0.0
+        while True:
+            if (now := self._clock()) >= due:
+                self.shares.sample(self.sources.classes(), now)
+                due = now + _SAMPLE_EVERY
+            asleep = loop.time()
+            await asyncio.sleep(_LAG_EVERY)
+            self._loop.recent.append(max(0.0, loop.time() - asleep - _LAG_EVERY))
+
+    def _keep(self, record: DecisionRecord) -> None:
+        self.decisions.add(record)
+        self._lines.write(record)
+
+    def _record(
+        self,
+        work: Work,
+        outcome: str,
+        waited: float,
+        *,
+        deficit: int = 0,
+        chosen: str = "",
+        candidates: tuple[Candidate, ...] = (),
+        rejected: tuple[Rejection, ...] = (),
+    ) -> DecisionRecord:
+        return DecisionRecord(
+            id=work.id,
+            at=time.time(),
+            policy_class=work.policy_class.label,
+            outcome=outcome,
+            model=work.model,
+            prompt_tokens=work.demand.raw_tokens,
+            cached_tokens=work.cached_tokens,
+            uncached_tokens=work.uncached_tokens,
+            cost=work.cost,
+            estimated=not work.demand.prompt.lengths,
+            wait=waited,
+            deficit=deficit,
+            chosen=chosen,
+            candidates=candidates,
+            rejected=rejected,
+        )
+
+    def _rejections(self, refused: Mapping[int, str]) -> tuple[Rejection, ...]:
+        named = ((self._endpoint_at(slot), reason) for slot, reason in list(refused.items())[:MAX_CANDIDATES])
+        return tuple(
+            Rejection(endpoint.spec.authority, endpoint.spec.name, str(reason))
+            for endpoint, reason in named
+            if endpoint is not None
+        )
+
+
+def _candidate(weighed: Weighed) -> Candidate:
+    spec = weighed.endpoint.spec
+    terms = {
+        "uncached_tokens": weighed.uncached_tokens,
+        "booked_prefill_tokens": weighed.booked_prefill_tokens,
+        "running_requests": weighed.running,
+    }
+    return Candidate(spec.authority, spec.name, weighed.cost, weighed.cached_tokens, terms)

@@ -1,0 +1,107 @@
+"""OpenTelemetry traces, where they are switched on: a span for each request, with its stages as children.
+
+The trace context comes from the request's W3C headers and goes on to the upstream, so that Picker's time shows
+between the gateway's span and the engine's. Needs the extra `otel`; nothing here is imported without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from picker.telemetry.decisions import DecisionRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+CONTEXT_HEADERS = ("traceparent", "tracestate")
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class RequestTrace:
+    """One request's span. `headers` are to be set on the request that goes upstream."""
+
+    __slots__ = ("_span", "_tracer", "headers")
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
+        self.headers = tuple(carrier.items())
+
+    def stage(self, name: str, seconds: float) -> None:
+        """A stage that ended just now, and took `seconds`."""
+        if self._span.is_recording():
+            end = time.time_ns()
+            child = self._tracer.start_span(
+                f"picker.{name}",
+                context=trace.set_span_in_context(self._span),
+                start_time=end - int(seconds * 1e9),
+            )
+            child.end(end)
+
+    def decided(self, record: DecisionRecord) -> None:
+        if self._span.is_recording():
+            self._span.set_attributes(_attributes(record))
+
+    def end(self, error: str | None = None) -> None:
+        """The request has left, or was refused for the reason given."""
+        if error is not None:
+            self._span.set_status(trace.StatusCode.ERROR, error)
+        self._span.end()
+
+
+class Tracing:
+    """Makes a trace for each request. `ratio` (0..1) of those are recorded about which nobody decided before."""
+
+    def __init__(self, ratio: float, version: str, exporter: SpanExporter | None = None) -> None:
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "picker", "service.version": version}),
+            sampler=ParentBased(TraceIdRatioBased(ratio)),
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or _otlp_exporter()))
+        self._tracer = self._provider.get_tracer("picker", version)
+
+    def begin(self, headers: Iterable[tuple[str, str]]) -> RequestTrace:
+        """Start from a request's headers (lower-case names)."""
+        carrier = {name: value for name, value in headers if name in CONTEXT_HEADERS}
+        span = self._tracer.start_span(
+            "picker.route", context=_PROPAGATOR.extract(carrier), kind=trace.SpanKind.SERVER
+        )
+        return RequestTrace(self._tracer, span)
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+
+def _otlp_exporter() -> SpanExporter:
+    # It reads the OTEL_EXPORTER_OTLP_ variables itself.
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter()
+
+
+def _attributes(record: DecisionRecord) -> Mapping[str, str | int | float | bool]:
+    return {
+        "gen_ai.request.model": record.model,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "picker.request_id": record.id,
+        "picker.policy_class": record.policy_class,
+        "picker.outcome": record.outcome,
+        "picker.cached_tokens": record.cached_tokens,
+        "picker.cost": record.cost,
+        "picker.estimated": record.estimated,
+        "picker.queue_wait": record.wait,
+        "server.address": record.chosen,
+    }
