@@ -168,10 +168,7 @@ def _first_to_bind(entry: PolicyClass) -> Iterator[str]:
     requests, raw = entry.request_queue_limit_per_worker, entry.raw_isl_token_queue_limit_per_worker
     if requests and raw:
         average = f"{raw / requests:,.0f}"
-        yield (
-            f"    {entry.name}: prompt tokens bind first above {average} tokens a prompt on average,"
-            " requests below"
-        )
+        yield f"    {entry.name}: above {average} tokens a prompt the tokens bind first, below it the requests"
 
 
 def _table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> Iterator[str]:

@@ -22,6 +22,7 @@ def dynamo() -> Policy:
     [
         (None, 0, "cached"),
         ("", 0, "cached"),
+        (None, -1, "cached"),
         (None, 3071, "cached"),
         (None, 3072, "uncached"),
         (None, HUGE, "uncached"),
