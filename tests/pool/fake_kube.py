@@ -148,6 +148,10 @@ class FakeKube:
         """Each of the next requests of `verb` (LIST, WATCH, GET, PUT, POST) gets its fault instead."""
         self._faults[verb, path].extend(faults)
 
+    def mend(self, verb: str, path: str) -> None:
+        """Forget the faults that are still to come."""
+        self._faults[verb, path].clear()
+
     def say(self, path: str, line: Json | bytes) -> None:
         """Put a line of the test's own into the path's watches."""
         raw = line if isinstance(line, bytes) else json.dumps(line).encode()

@@ -7,6 +7,7 @@ connection that has gone silent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ import aiohttp
 import msgspec
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
+
+_log = logging.getLogger(__name__)
 
 Query = Sequence[tuple[str, str]]
 
@@ -40,7 +43,7 @@ class KubeApi:
     """One API server. `reload` reads the credentials anew into the configuration, for when they are refused."""
 
     def __init__(self, configuration: Any, reload: Callable[[], Awaitable[None]]) -> None:
-        self.reload_credentials = reload
+        self._reload = reload
         self._client = ApiClient(configuration)
 
     @classmethod
@@ -59,6 +62,14 @@ class KubeApi:
 
     async def close(self) -> None:
         await self._client.close()
+
+    async def refresh(self) -> None:
+        """Read the credentials anew, after a 401. If they cannot be read, the old ones stay."""
+        try:
+            await self._reload()
+        # A token file may be half written, and an exec plug-in fails in ways of its own.
+        except Exception as error:
+            _log.warning("the API server's credentials cannot be read: %s", error)
 
     async def request(
         self,

@@ -222,17 +222,10 @@ class WatchLoop:
         if self._failures in (1, 10) or self._failures % 100 == 0:
             _log.warning("%s: %s (failure %d in a row)", self._path, error, self._failures)
         if fault is WatchFault.UNAUTHORIZED:
-            await self._reload_credentials()
+            await self._api.refresh()
         elif fault in (WatchFault.EXPIRED, WatchFault.SILENT, WatchFault.REFUSED) or self._failures % 3 == 0:
             self._version = None
         return max(self._backoff(), min(error.retry_after or 0.0, 60.0))
-
-    async def _reload_credentials(self) -> None:
-        try:
-            await self._api.reload_credentials()
-        # The token file may be half written, or an exec plug-in may fail in ways of its own: both are tried again.
-        except Exception as error:
-            _log.warning("the API server's credentials cannot be read: %s", error)
 
     def _backoff(self) -> float:
         doubled = self._settings.first_backoff * 2 ** min(self._failures - 1, 16)

@@ -1,0 +1,231 @@
+"""Leader election: the rules on a fake clock, then candidates against an API server that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from picker.pool.kube.api import KubeApi
+from picker.pool.lease import Election, LeaderElector, LeaseSettings
+from tests.pool.fake_kube import LEASES, FakeKube, connect, hold, refuse
+from tests.pool.waiting import until
+
+LEASE = f"{LEASES}/picker"
+
+
+class Server:
+    """The lease at the server, with its optimistic locking; the wall clock ticks with each write."""
+
+    def __init__(self) -> None:
+        self.lease: dict[str, Any] | None = None
+        self.writes = 0
+
+    def write(self, lease: dict[str, Any]) -> dict[str, Any] | None:
+        """The written lease; None for a conflict."""
+        held = self.lease["metadata"]["resourceVersion"] if self.lease else None
+        if lease["metadata"].get("resourceVersion") != held:
+            return None
+        self.writes += 1
+        self.lease = {**lease, "metadata": {**lease["metadata"], "resourceVersion": str(self.writes)}}
+        return self.lease
+
+    def turn(self, candidate: Election, now: float) -> None:
+        """One whole try of `candidate`, without a fault."""
+        candidate.observe(self.lease, now)
+        claim = candidate.claim(now, datetime.fromtimestamp(self.writes, UTC))
+        if claim is not None and (written := self.write(claim)) is not None:
+            candidate.claimed(written, now)
+
+
+def candidate(identity: str) -> Election:
+    return Election("picker", "default", identity, LeaseSettings())
+
+
+def test_the_first_takes_the_lease_and_keeps_it_by_renewing() -> None:
+    server, a, b = Server(), candidate("a"), candidate("b")
+    for now in range(0, 60, 2):
+        server.turn(a, now)
+        server.turn(b, now)
+        assert (a.leads(now), b.leads(now)) == (True, False)
+    assert b.holder == "a"
+    assert server.lease is not None
+    assert server.lease["spec"]["leaseTransitions"] == 1
+    assert server.lease["spec"]["acquireTime"] == "1970-01-01T00:00:00.000000Z"
+
+
+def test_a_leader_that_is_gone_is_followed_after_its_lease_and_not_before() -> None:
+    server, a, b = Server(), candidate("a"), candidate("b")
+    server.turn(a, 0.0)
+    server.turn(b, 5.0)
+    for now in (10.0, 19.9):
+        server.turn(b, now)
+        assert not b.leads(now)
+    assert not a.leads(10.0)
+    server.turn(b, 20.0)
+    assert b.leads(20.0)
+    assert server.lease is not None
+    assert server.lease["spec"]["leaseTransitions"] == 2
+
+
+def test_a_released_lease_is_free_at_once() -> None:
+    server, a, b = Server(), candidate("a"), candidate("b")
+    server.turn(a, 0.0)
+    server.turn(b, 1.0)
+    assert server.write(a.release(datetime.now(UTC))) is not None
+    assert not a.leads(1.0)
+    server.turn(b, 1.5)
+    assert b.leads(1.5)
+
+
+def test_of_two_that_see_a_free_lease_one_gets_it() -> None:
+    server, a, b = Server(), candidate("a"), candidate("b")
+    for one in (a, b):
+        one.observe(None, 0.0)
+    claims = [one.claim(0.0, datetime.now(UTC)) for one in (a, b)]
+    assert [claim is not None and server.write(claim) is not None for claim in claims] == [True, False]
+
+
+def test_a_leader_that_sees_another_holder_stops_at_once() -> None:
+    server, a = Server(), candidate("a")
+    server.turn(a, 0.0)
+    assert server.lease is not None
+    server.lease["spec"]["holderIdentity"] = "b"
+    a.observe(server.lease, 1.0)
+    assert not a.leads(1.0)
+
+
+def test_the_settings_must_leave_room_to_step_down() -> None:
+    with pytest.raises(ValueError, match="renew_deadline"):
+        LeaseSettings(duration=10, renew_deadline=10)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.1, 30.0),
+            st.integers(0, 2),
+            st.sampled_from(["turn", "lost answer", "release", "look"]),
+        ),
+        max_size=60,
+    )
+)
+def test_there_are_never_two_leaders(steps: list[tuple[float, int, str]]) -> None:
+    """Whatever the order of tries, pauses, releases and answers that get lost on their way back."""
+    server, candidates, now = Server(), [candidate(name) for name in "abc"], 0.0
+    for pause, who, what in steps:
+        now += pause
+        one = candidates[who]
+        if what == "turn":
+            server.turn(one, now)
+        elif what == "lost answer":
+            one.observe(server.lease, now)
+            claim = one.claim(now, datetime.fromtimestamp(server.writes, UTC))
+            if claim is not None:
+                server.write(claim)
+        elif what == "look":
+            one.observe(server.lease, now)
+        elif one.leads(now):
+            server.write(one.release(datetime.fromtimestamp(server.writes, UTC)))
+        assert sum(each.leads(now) for each in candidates) <= 1
+
+
+FAST = LeaseSettings(duration=5.0, renew_deadline=0.5, retry_period=0.01)
+
+
+class Candidate:
+    """A running elector and what it has called."""
+
+    def __init__(self, api: KubeApi, identity: str, clock: Callable[[], float] | None) -> None:
+        self.said: list[str] = []
+        options: dict[str, Any] = {} if clock is None else {"clock": clock}
+        self.elector = LeaderElector(
+            api,
+            "default",
+            "picker",
+            identity,
+            on_started_leading=lambda: self.said.append("started"),
+            on_stopped_leading=lambda: self.said.append("stopped"),
+            settings=FAST,
+            **options,
+        )
+        self.task = asyncio.create_task(self.elector.run())
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@pytest.fixture
+async def api(kube: FakeKube, tmp_path: Path) -> AsyncIterator[KubeApi]:
+    kube.serve(LEASES)
+    api, _ = await connect(kube, tmp_path)
+    yield api
+    await api.close()
+
+
+async def test_a_leader_that_shuts_down_hands_over_at_once(kube: FakeKube, api: KubeApi) -> None:
+    a = Candidate(api, "a", None)
+    await until(lambda: a.elector.leading)
+    # Its clock stands still: it can only get the lease by being given it.
+    b = Candidate(api, "b", lambda: 0.0)
+    await until(lambda: b.elector.holder == "a")
+    await a.stop()
+    assert a.said == ["started", "stopped"]
+    await until(lambda: b.elector.leading)
+    assert b.elector.holder == "b"
+    await b.stop()
+    assert (b.said, b.elector.stats.failures) == (["started", "stopped"], 0)
+
+
+async def test_a_dead_leader_is_followed_when_its_lease_is_over(kube: FakeKube, api: KubeApi) -> None:
+    now = 0.0
+    kube.put(
+        LEASES,
+        {
+            "metadata": {"name": "picker"},
+            "spec": {
+                "holderIdentity": "dead",
+                "leaseDurationSeconds": 1,
+                "renewTime": "2026-01-01T00:00:00Z",
+            },
+        },
+    )
+    b = Candidate(api, "b", lambda: now)
+    await until(lambda: kube.count("GET", LEASE) >= 5)
+    assert not b.elector.leading
+    now = 1.1
+    await until(lambda: b.elector.leading)
+    await b.stop()
+
+
+@pytest.mark.parametrize("fault", ["refused", "hanging"])
+async def test_a_leader_that_cannot_renew_steps_down(kube: FakeKube, api: KubeApi, fault: str) -> None:
+    release = asyncio.Event()
+    a = Candidate(api, "a", None)
+    await until(lambda: a.elector.leading)
+    kube.fail_next("GET", LEASE, *[refuse(500) if fault == "refused" else hold(release)] * 100)
+    await until(lambda: a.said == ["started", "stopped"])
+    assert not a.elector.leading
+    kube.mend("GET", LEASE)
+    release.set()
+    await until(lambda: a.said == ["started", "stopped", "started"])
+    await a.stop()
+
+
+async def test_a_rotated_token_does_not_cost_the_lease(kube: FakeKube, api: KubeApi, tmp_path: Path) -> None:
+    kube.token = "first"
+    a = Candidate(api, "a", None)
+    await until(lambda: a.elector.leading)
+    (tmp_path / "token").write_text("second")
+    kube.token = "second"
+    writes = kube.version
+    await until(lambda: kube.version > writes + 2)
+    assert a.said == ["started"]
+    await a.stop()
