@@ -18,6 +18,13 @@ from dataclasses import dataclass
 
 from picker.pool.endpoint import EngineKind, EngineReport
 
+# Where each engine serves its metrics unless told otherwise.
+METRICS_PATH = {
+    EngineKind.VLLM: "/metrics",
+    EngineKind.SGLANG: "/metrics",
+    EngineKind.TRTLLM: "/prometheus/metrics",
+}
+
 # Sums above this are no counts; it also keeps int() of a float exact.
 _LARGEST = 2.0**53
 # The labels in braces, with whatever is quoted taken whole; possessive, so that no text makes them slow.

@@ -41,12 +41,7 @@ from picker.policy.constraints import Taint
 from picker.policy.document import Document, read_document
 from picker.policy.errors import PolicyError, dotted
 from picker.pool.endpoint import EndpointSpec, EngineKind
-
-DEFAULT_METRICS_PATH = {
-    EngineKind.VLLM: "/metrics",
-    EngineKind.SGLANG: "/metrics",
-    EngineKind.TRTLLM: "/prometheus/metrics",
-}
+from picker.pool.metrics_text import METRICS_PATH
 
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _METRICS_URL = re.compile(r"/\S*|https?://[^\s/]+(?:/\S*)?")
@@ -221,7 +216,7 @@ def _expand(entry: _Entry) -> Iterator[EndpointSpec]:
 def _metrics_url(entry: _Entry) -> str | None:
     if entry.metrics is False:
         return None
-    path = DEFAULT_METRICS_PATH[entry.engine] if entry.metrics is True else entry.metrics
+    path = METRICS_PATH[entry.engine] if entry.metrics is True else entry.metrics
     return f"http://{entry.address}{path}" if path.startswith("/") else path
 
 

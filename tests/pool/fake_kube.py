@@ -110,6 +110,7 @@ class FakeKube:
         self.asked: list[Asked] = []
         # While True, watches accept and then say nothing, as a half-open connection does.
         self.silent = False
+        self._stopping = False
         self._served: set[str] = set()
         self._objects: dict[str, dict[str, Json]] = defaultdict(dict)
         self._history: list[_Event] = []
@@ -172,6 +173,7 @@ class FakeKube:
 
     async def stop(self) -> None:
         """Go away: the watches end and every connection after that is refused."""
+        self._stopping = True
         for watcher in self._watchers:
             watcher.lines.put_nowait(None)
         await self.server.close()
@@ -226,6 +228,8 @@ class FakeKube:
             if event.version > int(query["resourceVersion"]):
                 _deliver(watcher, event)
         self._watchers.add(watcher)
+        if self._stopping:
+            watcher.lines.put_nowait(None)
         try:
             return await stream(request, watcher.lines, lambda: self.silent)
         finally:

@@ -20,7 +20,7 @@ from typing import Any
 
 from picker.policy.constraints import LabelSelector, Taint, TaintEffect
 from picker.pool.endpoint import EndpointSpec, EngineKind
-from picker.pool.static_file import DEFAULT_METRICS_PATH
+from picker.pool.metrics_text import METRICS_PATH
 
 KubeObject = Mapping[str, Any]
 
@@ -269,12 +269,12 @@ class _PodReading:
         ]
 
     def _metrics_url(self, address: str, port: int, engine: EngineKind) -> str | None:
-        path = self._annotations.get(METRICS, DEFAULT_METRICS_PATH[engine])
+        path = self._annotations.get(METRICS, METRICS_PATH[engine])
         if path == "false":
             return None
         if not path.startswith("/"):
             self._complain(f"{METRICS}: {path!r} is neither a path that starts with / nor false")
-            path = DEFAULT_METRICS_PATH[engine]
+            path = METRICS_PATH[engine]
         port = self._port(METRICS_PORT, port) or port
         return f"http://{_bracketed(address)}:{port}{path}"
 
