@@ -73,7 +73,7 @@ class Phase(Enum):
     EXPECTING_BODY = auto()  # the headers are in; the body is being gathered
     DECIDING = auto()  # the request is whole and has been asked about
     FORWARDED = auto()  # answered with a destination
-    REFUSED = auto()  # answered with an error; whatever still comes is dropped
+    REFUSED = auto()  # answered with an error; whatever still comes is ignored
     GIVEN_UP = auto()  # the gateway answered the client by itself, before the decision
     CLOSED = auto()
 
@@ -159,6 +159,8 @@ class Conversation:
 
     def receive(self, message: ProcessingRequest, now: float) -> Event | None:
         """Take the gateway's next message. Raises `ProtocolError`."""
+        if self.phase is Phase.REFUSED:
+            return None
         if not self._opened:
             self._open(message)
         match message.WhichOneof("request"):
@@ -173,7 +175,7 @@ class Conversation:
             case "response_headers":
                 return self._receive_response_headers(message)
             case "response_trailers":
-                self._answer_response(messages.RESPONSE_TRAILERS_UNCHANGED)
+                self._outbox.put(messages.RESPONSE_TRAILERS_UNCHANGED)
             case _:
                 raise ProtocolError("a message of no known kind")
         return None
@@ -272,7 +274,7 @@ class Conversation:
 
     def _ignore_late_body(self, body: HttpBody) -> None:
         """A second end-of-stream says nothing new. Bytes after the end would be lost, if they matter."""
-        if self.phase in (Phase.REFUSED, Phase.GIVEN_UP):
+        if self.phase is Phase.GIVEN_UP:
             return
         if body.body or self.phase is Phase.EXPECTING_HEADERS:
             raise ProtocolError(f"request body while {self.phase.name}")
@@ -372,7 +374,7 @@ class Conversation:
     # The response
 
     def _receive_response_headers(self, message: ProcessingRequest) -> Event | None:
-        self._answer_response(messages.RESPONSE_HEADERS_UNCHANGED)
+        self._outbox.put(messages.RESPONSE_HEADERS_UNCHANGED)
         if self.undecided:
             # A local reply of the gateway (a timer, a filter before us) goes through the response phases too.
             self._drop_request()
@@ -385,15 +387,10 @@ class Conversation:
 
     def _receive_response_body(self, body: HttpBody) -> Event | None:
         if self._response_mode is BodyMode.FULL_DUPLEX_STREAMED:
-            if self.phase is not Phase.REFUSED:
-                self._outbox.put_response_chunk(body.body, body.end_of_stream)
+            self._outbox.put_response_chunk(body.body, body.end_of_stream)
         else:
-            self._answer_response(messages.RESPONSE_BODY_UNCHANGED)
+            self._outbox.put(messages.RESPONSE_BODY_UNCHANGED)
         return ResponseChunk(body.body) if self._wants_response_body else None
-
-    def _answer_response(self, reply: ProcessingResponse) -> None:
-        if self.phase is not Phase.REFUSED:
-            self._outbox.put(reply)
 
 
 def _body_mode(number: int) -> BodyMode:

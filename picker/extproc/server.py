@@ -271,9 +271,10 @@ class _Stream:
 
     async def _write_waiting(self) -> None:
         while (reply := self._conversation.next_reply()) is not None:
-            await self._context.write(reply.SerializeToString())
-            self._stats.sent_messages += 1
+            # Envoy may act on a message and end the stream before `write` returns.
             self._delivered = self._exchange is not None
+            self._stats.sent_messages += 1
+            await self._context.write(reply.SerializeToString())
             self._written.set()
 
     async def _refuse(self, refused: Refused) -> None:

@@ -190,7 +190,7 @@ def _ingress_headers() -> TypedExtensionConfig:
             Mutation(remove=SUBSET_HEADER),
             Mutation(
                 append=HeaderValueOption(
-                    header=HeaderValue(key=REQUEST_ID_HEADER, value="%STREAM_ID%"),
+                    header=HeaderValue(key=REQUEST_ID_HEADER, value="%UNIQUE_ID%"),
                     append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
                 )
             ),

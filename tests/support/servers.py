@@ -1,0 +1,109 @@
+"""The ext_proc server on a real socket, and a client that speaks to it as a gateway would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
+
+from picker.extproc.server import ExtProcServer
+
+
+class Service(Protocol):
+    def add_to(self, server: grpc.aio.Server) -> None: ...
+
+
+@asynccontextmanager
+async def listening(
+    *services: Service,
+    options: Iterable[tuple[str, Any]] = (),
+    credentials: grpc.ServerCredentials | None = None,
+) -> AsyncIterator[int]:
+    """Serve on a free port of the loopback interface; gives the port."""
+    server = grpc.aio.server(options=list(options))
+    for service in services:
+        service.add_to(server)
+    address = "127.0.0.1:0"
+    secure = credentials is not None
+    port = server.add_secure_port(address, credentials) if secure else server.add_insecure_port(address)
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+@dataclass(slots=True)
+class GatewayStream:
+    """One ext_proc stream from the gateway's side."""
+
+    call: Any
+    received: list[ProcessingResponse] = field(default_factory=list)
+
+    async def send(self, *messages: ProcessingRequest) -> None:
+        for message in messages:
+            await self.call.write(message)
+
+    async def receive(self) -> ProcessingResponse | None:
+        """The next reply; None at the end of the stream."""
+        reply = await asyncio.wait_for(self.call.read(), 10)
+        if reply is grpc.aio.EOF:
+            return None
+        self.received.append(reply)
+        return reply
+
+    async def receive_until(self, is_last: Callable[[ProcessingResponse], bool]) -> list[ProcessingResponse]:
+        replies: list[ProcessingResponse] = []
+        while not replies or not is_last(replies[-1]):
+            reply = await self.receive()
+            assert reply is not None, f"the stream ended after {replies}"
+            replies.append(reply)
+        return replies
+
+    async def receive_all(self) -> list[ProcessingResponse]:
+        """The replies up to the end of the stream."""
+        replies = []
+        while (reply := await self.receive()) is not None:
+            replies.append(reply)
+        return replies
+
+    async def finish(self) -> None:
+        """Half-close and wait for the server's end."""
+        await self.call.done_writing()
+        await self.receive_all()
+
+    def reset(self) -> None:
+        self.call.cancel()
+
+
+@dataclass(slots=True)
+class GatewayClient:
+    server: ExtProcServer
+    port: int
+    channel: grpc.aio.Channel
+
+    def open(self) -> GatewayStream:
+        return GatewayStream(ExternalProcessorStub(self.channel).Process())
+
+
+@asynccontextmanager
+async def gateway_client(server: ExtProcServer) -> AsyncIterator[GatewayClient]:
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    async with (
+        listening(server, options=server.options()) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel,
+    ):
+        yield GatewayClient(server, port, channel)
+
+
+async def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for something that other tasks or processes bring about; fails when it does not come."""
+    async with asyncio.timeout(seconds):
+        while not holds():  # noqa: ASYNC110  # there is no event to wait for in another process
+            await asyncio.sleep(0.005)
