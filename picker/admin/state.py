@@ -1,0 +1,63 @@
+"""The rooms' live objects as the plain values that telemetry reads."""
+
+from __future__ import annotations
+
+from picker.kvcache.index import KvIndex
+from picker.pool.ledger import Ledger
+from picker.pool.pool import Pool
+from picker.queueing.admission import AdmissionQueue
+from picker.telemetry import ClassStats, EndpointStats
+
+
+def class_stats(queue: AdmissionQueue, now: float) -> list[ClassStats]:
+    """Every class of the policy, in its order. `now` is on the queue's clock."""
+    found = []
+    for flow in queue.flows():
+        stats = flow.queue.stats
+        oldest = min((work.arrival for work in flow.queue), default=now)
+        found.append(
+            ClassStats(
+                label=flow.queue.policy_class.label,
+                quantum=flow.quantum,
+                waiting_requests=stats.waiting_requests,
+                waiting_tokens=stats.waiting_tokens,
+                waiting_cached_tokens=stats.waiting_cached_tokens,
+                deficit=flow.deficit,
+                oldest_wait=max(0.0, now - oldest),
+                dispatched_requests=stats.dispatched_requests,
+                dispatched_cost=stats.dispatched_cost,
+                cancelled=stats.cancelled,
+                dropped={str(reason): count for reason, count in stats.dropped.items()},
+            )
+        )
+    return found
+
+
+def endpoint_stats(pool: Pool, ledger: Ledger, index: KvIndex, now: float) -> list[EndpointStats]:
+    """Every endpoint of the pool. `now` is on the clock of the engines' reports."""
+    found = []
+    for endpoint in pool:
+        spec, report, load = endpoint.spec, endpoint.report, ledger.load(endpoint.slot)
+        found.append(
+            EndpointStats(
+                uid=spec.uid,
+                name=spec.name,
+                address=spec.authority,
+                rank=spec.rank,
+                ready=spec.ready and not endpoint.fenced,
+                cordoned=spec.cordoned,
+                taints=tuple(str(taint) for taint in spec.taints),
+                labels=spec.labels,
+                prefill_tokens=load.prefill_tokens,
+                running=load.running,
+                foreign=load.foreign,
+                engine_running=report.running if report else None,
+                engine_waiting=report.waiting if report else None,
+                kv_usage=report.kv_usage if report else None,
+                cached_blocks=index.blocks_of(endpoint.slot),
+                num_blocks=report.num_blocks if report else None,
+                block_size=endpoint.block_size,
+                report_age=max(0.0, now - report.at) if report else None,
+            )
+        )
+    return found
