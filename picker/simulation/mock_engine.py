@@ -40,6 +40,8 @@ class MockEngineSettings:
     host: str = "127.0.0.1"
     port: int = 0
     model: str = "tiny"
+    # Answers carry it as `x-inference-pod`, as llm-d's simulator names its pods; real vLLM sends no such thing.
+    name: str | None = None
     tokenizer: Path = DEFAULT_TOKENIZER
     max_model_len: int = 32_768
     block_size: int = 16
@@ -306,9 +308,15 @@ class MockEngine:
             reason = "length"
         finally:
             self._stats.finished[reason] += len(jobs)
-        if "x-request-id" in request.headers and not response.prepared:
-            response.headers["X-Request-Id"] = request.headers["x-request-id"]
+        if not response.prepared:
+            response.headers.update(self._own_headers(request))
         return response
+
+    def _own_headers(self, request: web.Request) -> dict[str, str]:
+        headers = {} if self.settings.name is None else {"x-inference-pod": self.settings.name}
+        if "x-request-id" in request.headers:
+            headers["X-Request-Id"] = request.headers["x-request-id"]
+        return headers
 
     def _understand(
         self, request: web.Request, body: dict[str, Any], prompts: list[list[int]], chat: bool
@@ -374,9 +382,9 @@ class MockEngine:
         self, request: web.Request, call: _Call, generations: list[Generation], started: float
     ) -> web.StreamResponse:
         # As in vLLM the headers go out at once, long before the first token of a request that has to wait.
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        if "x-request-id" in request.headers:
-            response.headers["X-Request-Id"] = request.headers["x-request-id"]
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", **self._own_headers(request)}
+        )
         await response.prepare(request)
         lock = asyncio.Lock()
         try:
