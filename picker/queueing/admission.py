@@ -144,6 +144,10 @@ class AdmissionQueue:
             outcomes.append(self._dispatch(turn, now))
         return outcomes
 
+    def reported(self, endpoint: Endpoint) -> None:
+        """An engine's report has come; it may be busy or free by its own figures."""
+        self._load_changed(endpoint)
+
     def next_wakeup(self) -> float:
         """When `poll` must be called at the latest: the end of a wait or of a hold. Infinity: never."""
         while self._deadlines and self._deadlines[0][2].state is not WorkState.WAITING:
@@ -315,7 +319,7 @@ class AdmissionQueue:
         stranded, self._stranded = self._stranded, []
         return [work for work in stranded if work.state is WorkState.WAITING]
 
-    # --- what the ledger and the pool tell ---------------------------------------------------------------
+    # --- what the engines, the ledger and the pool tell ---------------------------------------------------------------
 
     def _load_changed(self, endpoint: Endpoint) -> None:
         load = self._ledger.load(endpoint.slot)

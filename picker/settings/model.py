@@ -134,7 +134,10 @@ class KvCacheSettings(Section):
     max_blocks: PositiveInt = Field(4_000_000, description="Blocks in the index; past it the oldest go.")
     predicted_ttl: PositiveFloat = Field(
         120.0,
-        description="Seconds that a prediction lives without an event that confirms it.",
+        description="Seconds that a prediction lives for an engine without KV events.",
+    )
+    bridge_ttl: PositiveFloat = Field(
+        10.0, description="The same for an engine with KV events: until the event must have come."
     )
 
 

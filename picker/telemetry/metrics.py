@@ -148,6 +148,7 @@ class _RoomsCollector(Collector):
     def _rooms(self) -> Iterator[Family]:
         for entry in catalogue.ROOM_METRICS:
             stats = self._sources.stats.get(entry.room)
+            stats = stats() if callable(stats) else stats
             yield _family(entry.metric, _samples(stats, entry.field) if stats is not None else ())
 
 

@@ -56,8 +56,8 @@ class EndpointStats:
 class Sources:
     """Where the numbers come from.
 
-    `stats` holds the rooms' counter objects by the name that the catalogue gives the room; a room that is not
-    there has no samples.
+    `stats` holds the rooms' counter objects, or functions that give them, by the name that the catalogue gives the
+    room; a room that is not there has no samples.
     """
 
     classes: Callable[[], Iterable[ClassStats]] = tuple

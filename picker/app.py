@@ -1,0 +1,423 @@
+"""The composition root: makes every room from the settings, wires them, runs and stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import grpc
+
+from picker import __version__
+from picker.admin.access import Access
+from picker.admin.introspection import IntrospectionServer
+from picker.admin.server import AdminServer
+from picker.admin.state import class_stats, endpoint_stats
+from picker.admin.views import Views
+from picker.extproc.access_log import AccessLogService
+from picker.extproc.body import BodyBudget
+from picker.extproc.conversation import ConversationLimits
+from picker.extproc.dispatcher import Dispatcher
+from picker.extproc.exchange import Exchanges
+from picker.extproc.health import HealthService, HealthState
+from picker.extproc.pipeline import Pipeline, PipelineSettings
+from picker.extproc.server import ExtProcServer
+from picker.extproc.tls import file_credentials, fixed_credentials, self_signed
+from picker.kvcache.index import KvIndex
+from picker.kvcache.predicted import CombinedIndex, PredictedIndex
+from picker.kvcache.sources import KvEvents
+from picker.policy import Policy, PolicyError
+from picker.policy.reload import PolicyFile, diff_policies
+from picker.pool.calibration import Calibration
+from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
+from picker.pool.ledger import Ledger
+from picker.pool.lease import LeaderElector
+from picker.pool.pool import Pool, PoolChange
+from picker.pool.scraper import Scraper, ScraperSettings
+from picker.pool.static_file import PoolFileError, StaticPoolFile
+from picker.queueing.admission import AdmissionQueue, QueueLimits
+from picker.queueing.work import Outcome, Released
+from picker.selection.prompt_keys import PromptKeys
+from picker.selection.selector import Selector
+from picker.settings import Settings
+from picker.settings.model import ExtProcSettings, TlsSettings
+from picker.telemetry import Telemetry
+from picker.tokens import TokenBudget, Tokenizers
+
+log = logging.getLogger(__name__)
+
+# Blocks that an engine is taken to hold when it does not say.
+_UNKNOWN_CAPACITY = 16_384
+_HOUSEKEEPING_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """The ports that were bound; they differ from the settings where those say 0."""
+
+    extproc: int
+    health: int
+    admin: int
+    introspection: int
+
+
+class App:
+    """One Picker: `start`, then `stop`. Everything lives on the event loop that `start` runs on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.clock = time.monotonic
+        self.health = HealthState(leader=not settings.pool.kubernetes.leader_election)
+        self._build_state()
+        self._build_faces()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failed: asyncio.Event = asyncio.Event()
+
+    def _build_state(self) -> None:
+        """The deciding core and what it knows, without any IO."""
+        settings = self.settings
+        self.pool = Pool(max_endpoints=settings.pool.max_endpoints)
+        self.ledger = Ledger()
+        self.calibration = Calibration()
+        self.index = KvIndex(settings.kvcache.max_blocks)
+        self.predicted = PredictedIndex()
+        self.kv_events: KvEvents[Endpoint] = KvEvents(
+            self.index, on_block_size=lambda endpoint, size: self.pool.learn_block_size(endpoint, size)
+        )
+        self.scraper = Scraper(
+            self._take_report,
+            ScraperSettings(interval=settings.pool.scrape_interval, timeout=settings.pool.scrape_timeout),
+            self.clock,
+        )
+        # Before the queue: it decides with what these have made of a change.
+        self.pool.subscribe(self.ledger.pool_changed)
+        self.pool.subscribe(self.calibration.pool_changed)
+        self.pool.subscribe(self._follow_pool)
+        self.selector = Selector(
+            self.pool, self.ledger, CombinedIndex(self.index, self.predicted), self.calibration
+        )
+        self.policy_file = PolicyFile(settings.policy.file) if settings.policy.file else None
+        policy = (self.policy_file and self.policy_file.load_if_changed()) or Policy.default()
+        limits = QueueLimits(max_lanes=settings.queue.max_lanes, max_tenants=settings.queue.max_tenants)
+        self.queue = AdmissionQueue(policy, self.selector, limits)
+
+    def _build_faces(self) -> None:
+        """What turns towards the gateway and the operator."""
+        settings = self.settings
+        self.telemetry = Telemetry(
+            clock=self.clock,
+            version=__version__,
+            endpoint_at=self.pool.by_slot,
+            decisions=settings.telemetry.decisions,
+            lines_per_second=settings.log.decisions_per_second,
+        )
+        self.dispatcher = Dispatcher(self.queue, self.clock, self._tell)
+        self.pool.subscribe(lambda change: self.dispatcher.kick())
+        self.exchanges = Exchanges(self.pool, self.ledger, self.calibration, self.clock, self.dispatcher.kick)
+        self.index.on_stored = self.exchanges.block_stored
+        self.tokenizers = Tokenizers(
+            settings.tokens.models,
+            TokenBudget(
+                threads=settings.tokens.threads,
+                seconds=settings.tokens.timeout,
+                max_bytes=settings.tokens.max_prompt_bytes,
+                cache_bytes=settings.tokens.cache,
+            ),
+        )
+        self.pipeline = Pipeline(
+            tokenizers=self.tokenizers,
+            selector=self.selector,
+            dispatcher=self.dispatcher,
+            exchanges=self.exchanges,
+            clock=self.clock,
+            settings=PipelineSettings(
+                body_limits=settings.requests,
+                trust=settings.policy.hints,
+                max_wait=settings.queue.max_wait or inf,
+            ),
+            stages=self.telemetry.stages,
+            on_sent=self._predict,
+        )
+        self.extproc = ExtProcServer(
+            self.pipeline,
+            limits=ConversationLimits(max_body_bytes=settings.requests.max_body_bytes),
+            budget=BodyBudget(max_bytes=settings.extproc.total_body_limit),
+            max_streams=settings.extproc.max_streams,
+            clock=self.clock,
+        )
+        self.access_log = AccessLogService(
+            lambda request_id, upstream, status, first_byte, last_byte: self.exchanges.logged(
+                request_id, first_byte
+            )
+        )
+        self._fill_sources()
+
+    async def start(self) -> Addresses:
+        """Listen on every port and follow every source. Raises OSError when a port is taken."""
+        settings = self.settings
+        ports = [await self._serve_gateway(settings.extproc), await self._serve_health(settings.extproc)]
+        access = Access(settings.admin.host, settings.admin.token_file)
+        views = Views(self.telemetry, self.clock)
+        self._admin = AdminServer(
+            self.telemetry,
+            views,
+            access,
+            ready=self._not_ready,
+            public_metrics=settings.admin.public_metrics,
+        )
+        self._introspection = IntrospectionServer(self.telemetry, views, access)
+        ports.append(await self._admin.start(settings.admin.host, settings.admin.port))
+        ports.append(await self._introspection.start(settings.admin.host, settings.admin.grpc_port))
+        self._spawn(self.telemetry.run())
+        self._spawn(self._housekeeping())
+        self._spawn(self._load_tokenizers())
+        if self.policy_file is not None:
+            self._spawn(self._follow_policy(self.policy_file))
+        self._follow_source()
+        addresses = Addresses(*ports)
+        log.info("serving: %s", addresses)
+        return addresses
+
+    async def drain(self) -> None:
+        """Say not ready, go on serving until nobody is left or the grace is over, then refuse who waits."""
+        self.health.update(draining=True)
+        deadline = self.clock() + self.settings.queue.drain_grace
+        while self.clock() < deadline and self.extproc.stats.active_streams:
+            await asyncio.sleep(0.05)
+        self.dispatcher.deliver(self.queue.shut_down(self.clock()))
+
+    async def stop(self) -> None:
+        """Stop at once what `drain` has left."""
+        self.dispatcher.deliver(self.queue.shut_down(self.clock()))
+        await self._gateway_server.stop(grace=1.0)
+        await self._health_server.stop(grace=None)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._introspection.stop()
+        await self._admin.stop()
+        self.dispatcher.close()
+        self.kv_events.close()
+        await self.scraper.close()
+        await self.tokenizers.close()
+
+    # --- the gateway's ports ----------------------------------------------------------------------------
+
+    async def _serve_gateway(self, settings: ExtProcSettings) -> int:
+        self._gateway_server = grpc.aio.server(options=self.extproc.options())
+        self.extproc.add_to(self._gateway_server)
+        self.access_log.add_to(self._gateway_server)
+        HealthService(self.health).add_to(self._gateway_server)
+        credentials = _credentials(settings.tls)
+        port = _bind(self._gateway_server, settings.host, settings.port, credentials)
+        await self._gateway_server.start()
+        return port
+
+    async def _serve_health(self, settings: ExtProcSettings) -> int:
+        self._health_server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        HealthService(self.health).add_to(self._health_server)
+        port = _bind(self._health_server, settings.host, settings.health_port, None)
+        await self._health_server.start()
+        return port
+
+    def _not_ready(self) -> str | None:
+        if self.health.ready:
+            return None
+        return "the pool has not been read yet" if not self.pool.synced else "following or draining"
+
+    # --- sources ----------------------------------------------------------------------------------------
+
+    def _follow_source(self) -> None:
+        settings = self.settings.pool
+        if settings.kubernetes.name is not None:
+            self._spawn(self._follow_kubernetes())
+        elif settings.file is not None:
+            source = StaticPoolFile(settings.file)
+            self.telemetry.sources.stats["pool_file"] = source.stats
+            self._spawn(source.run(self._take_specs, _refuse_pool_file))
+        else:
+            log.warning("no pool: set pool.file or pool.kubernetes.name; every request will get 503")
+            self._take_specs([])
+
+    async def _follow_kubernetes(self) -> None:
+        # Imported here: the Kubernetes client is large, and a static pool does without it.
+        from picker.pool.kube.api import KubeApi
+        from picker.pool.kube.source import KubernetesSource
+
+        settings = self.settings.pool.kubernetes
+        assert settings.name is not None
+        api = await KubeApi.connect()
+        namespace = settings.namespace or _own_namespace()
+        source = KubernetesSource(
+            api,
+            namespace,
+            settings.name,
+            self._take_specs,
+            watch_nodes=settings.node_taints,
+            clock=self.clock,
+        )
+        self.telemetry.sources.stats["kube"] = lambda: source.stats
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(source.run())
+                if settings.leader_election:
+                    group.create_task(self._elector(api, namespace, settings.name).run())
+        finally:
+            await api.close()
+
+    def _elector(self, api: Any, namespace: str, pool: str) -> LeaderElector:
+        return LeaderElector(
+            api,
+            namespace,
+            f"picker-{pool}",
+            # A pod is named by its host name; a restarted container is another candidate.
+            f"{socket.gethostname()}_{uuid4().hex[:8]}",
+            on_started_leading=lambda: self.health.update(leader=True),
+            on_stopped_leading=lambda: self.health.update(leader=False),
+            clock=self.clock,
+        )
+
+    def _take_specs(self, specs: list[EndpointSpec]) -> None:
+        change = self.pool.replace(specs)
+        self.health.update(synced=True)
+        if change:
+            log.info(
+                "pool: %d endpoints (%d added, %d removed, %d changed)",
+                len(self.pool),
+                len(change.added),
+                len(change.removed),
+                len(change.changed),
+            )
+
+    def _follow_pool(self, change: PoolChange) -> None:
+        for endpoint in change.removed:
+            self.index.drop(endpoint.slot)
+            self.predicted.drop(endpoint.slot)
+        self.kv_events.reconcile(self.pool)
+        self.scraper.update(endpoint.spec for endpoint in self.pool)
+
+    def _take_report(self, uid: str, report: EngineReport) -> None:
+        endpoint = self.pool.report(uid, report)
+        if endpoint is not None:
+            self.ledger.correct(endpoint, report)
+            self.queue.reported(endpoint)
+            self.dispatcher.kick()
+
+    # --- decisions --------------------------------------------------------------------------------------
+
+    def _tell(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Released):
+            self.telemetry.released(outcome)
+        else:
+            self.telemetry.dropped(outcome)
+
+    def _predict(self, released: Released, prompt: PromptKeys) -> None:
+        """The endpoint will hold this prompt soon: a bridge until its events say so, or all there is without."""
+        endpoint = released.decision.endpoint
+        settings = self.settings.kvcache
+        has_events = self.kv_events.connected >> endpoint.slot & 1
+        capacity = endpoint.report.num_blocks if endpoint.report else None
+        for keys in prompt.blocks(endpoint.block_size or self.pool.default_block_size):
+            if keys:
+                self.predicted.predict(
+                    endpoint.slot,
+                    keys,
+                    self.clock(),
+                    ttl=settings.bridge_ttl if has_events else settings.predicted_ttl,
+                    capacity=capacity or _UNKNOWN_CAPACITY,
+                )
+
+    # --- background -------------------------------------------------------------------------------------
+
+    async def _load_tokenizers(self) -> None:
+        for model, loaded in (await self.tokenizers.load()).items():
+            log.log(
+                logging.INFO if loaded else logging.ERROR,
+                "tokenizer of %s: %s",
+                model,
+                "loaded" if loaded else "not loaded, prompts are estimated by size",
+            )
+
+    async def _follow_policy(self, file: PolicyFile) -> None:
+        while True:
+            await asyncio.sleep(self.settings.policy.reload_interval)
+            try:
+                policy = await asyncio.to_thread(file.load_if_changed)
+            except PolicyError as error:
+                log.error("the new policy is refused, the old one stays: %s", error)
+                continue
+            if policy is not None:
+                log.info("new policy: %s", diff_policies(self.queue.policy, policy))
+                self.dispatcher.deliver(self.queue.reload(policy, self.clock()))
+
+    async def _housekeeping(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+            self.predicted.expire(self.clock())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a background task failed; stopping", exc_info=error)
+            self.failed.set()
+
+    def _fill_sources(self) -> None:
+        sources = self.telemetry.sources
+        sources.classes = lambda: class_stats(self.queue, self.clock())
+        sources.endpoints = lambda: endpoint_stats(self.pool, self.ledger, self.index, self.clock())
+        sources.synced = lambda: self.pool.synced
+        sources.stats |= {
+            "extproc": self.extproc.stats,
+            "bodies": self.extproc.budget,
+            "access_log": self.access_log.stats,
+            "exchanges": self.exchanges.stats,
+            "ledger": self.ledger.stats,
+            "pool": self.pool.stats,
+            "scraper": lambda: self.scraper.stats,
+            "kv_index": self.index.stats,
+            "tokens": lambda: self.tokenizers.stats,
+        }
+        if self.policy_file is not None:
+            sources.stats["policy_file"] = self.policy_file.stats
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+
+
+def _credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
+    if settings.mode == "off":
+        return None
+    if settings.mode == "self-signed":
+        return fixed_credentials(self_signed())
+    assert settings.cert_file is not None
+    assert settings.key_file is not None
+    return file_credentials(settings.cert_file, settings.key_file, settings.client_ca_file)
+
+
+def _own_namespace() -> str:
+    """The namespace of the pod that this process runs in, else `default`."""
+    mounted = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+    return mounted.read_text().strip() if mounted.exists() else "default"
+
+
+def _refuse_pool_file(error: PoolFileError) -> None:
+    log.error("the new pool file is refused, the old one stays: %s", error)
