@@ -17,9 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from picker.pool.kube.api import ApiError, KubeApi
+from picker.pool.kube.errors import ApiError
+
+if TYPE_CHECKING:
+    from picker.pool.kube.api import KubeApi
 
 _log = logging.getLogger(__name__)
 

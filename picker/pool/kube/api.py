@@ -2,7 +2,7 @@
 
 `kubernetes.aio` finds the server and the credentials, and holds the connections. Its generated calls and its
 Watch class are not used: Watch keeps an expired version, dies on a Status without `object`, and never notices a
-connection that has gone silent.
+connection that has gone silent. Importing that package takes seconds; nothing that a static pool needs does.
 """
 
 from __future__ import annotations
@@ -18,25 +18,11 @@ import msgspec
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
+from picker.pool.kube.errors import ApiError, SilentError
+
 _log = logging.getLogger(__name__)
 
 Query = Sequence[tuple[str, str]]
-
-
-class ApiError(Exception):
-    """The API server did not do what was asked. `status` is None when there was no answer at all."""
-
-    def __init__(self, status: int | None, message: str, retry_after: float | None = None) -> None:
-        super().__init__(f"{status}: {message}" if status is not None else message)
-        self.status = status
-        self.retry_after = retry_after
-
-
-class SilentError(ApiError):
-    """The server said nothing for longer than it should."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(None, f"nothing heard for {seconds:g} s")
 
 
 class KubeApi:

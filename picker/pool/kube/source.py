@@ -28,7 +28,7 @@ class KubeStats:
     watches: WatchStats = field(default_factory=WatchStats)
     synced: bool = False
     # Seconds since the server last showed that the state is current, of the watch where that is longest ago;
-    # None before the first list. About a minute is normal in a quiet cluster.
+    # None before the first list. Up to three quarters of `WatchSettings.silence` is normal in a quiet cluster.
     last_sync_age: float | None = None
     # Pods' annotations that cannot be read; the defaults hold in their stead.
     bad_annotations: int = 0

@@ -28,7 +28,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from picker.pool.kube.api import ApiError, KubeApi, Query, SilentError
+from picker.pool.kube.api import KubeApi, Query
+from picker.pool.kube.errors import ApiError, SilentError
 from picker.pool.kube.pod_table import KubeObject
 
 _log = logging.getLogger(__name__)
@@ -66,10 +67,14 @@ class WatchFault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WatchSettings:
-    """Times in seconds. A server sends a bookmark about once a minute, so `silence` must be longer than that."""
+    """Times in seconds.
 
-    silence: float = 90.0
-    server_timeout: float = 300.0
+    A watch is asked to end after half to three quarters of `silence`, so that a sound one is never silent for
+    that long: bookmarks alone can be two minutes apart. One that held for `settled` counts as progress.
+    """
+
+    silence: float = 60.0
+    settled: float = 5.0
     list_timeout: float = 30.0
     first_backoff: float = 0.2
     max_backoff: float = 30.0
@@ -167,7 +172,7 @@ class WatchLoop:
             ("watch", "true"),
             ("allowWatchBookmarks", "true"),
             ("resourceVersion", self._version or ""),
-            ("timeoutSeconds", str(max(1, round(settings.server_timeout * random.uniform(1.0, 2.0))))),
+            ("timeoutSeconds", str(max(1, round(settings.silence * random.uniform(0.5, 0.75))))),
         )
         self.stats.watches += 1
         began = self._clock()
@@ -175,8 +180,10 @@ class WatchLoop:
             async with aclosing(self._api.lines(self._path, query, settings.silence)) as lines:
                 async for line in lines:
                     self._take(line)
+            # The server has ended it in good order, so there was nothing more to say.
+            self.heard_at = self._clock()
         finally:
-            if self._clock() - began >= settings.max_backoff:
+            if self._clock() - began >= settings.settled:
                 self._failures = 0
 
     def _take(self, line: bytes) -> None:
