@@ -1,0 +1,83 @@
+"""Locality on real parts: prompts go where their prefix is, and Picker knows what the engine will report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from picker.simulation.envoy_config import ResponseObservation
+from picker.simulation.mock_engine import MockEngineSettings
+from tests.e2e.stack import Stack, running_stack
+
+pytestmark = pytest.mark.e2e
+
+PREFIXES, TAILS, BLOCK = 8, 4, 16
+ENGINES = 4
+
+
+def prompt(prefix: int, tail: int) -> list[int]:
+    """20 blocks of a shared prefix and two blocks of its own."""
+    return [prefix * 3 + 1] * (20 * BLOCK) + [500 + tail] * (2 * BLOCK)
+
+
+def predicted(stack: Stack) -> list[int]:
+    """Cached tokens that each decision counted on, oldest first."""
+    return [each.candidates[0].cached_tokens for each in reversed(list(stack.app.telemetry.decisions))]
+
+
+@pytest.mark.parametrize("observation", ResponseObservation)
+async def test_repeated_prefixes_go_to_the_pod_that_holds_them(
+    tmp_path: Path, observation: ResponseObservation
+) -> None:
+    engines = [MockEngineSettings(name=f"pod-{number}", prefill_rate=1e6) for number in range(ENGINES)]
+    async with running_stack(tmp_path, engines, observation=observation) as stack:
+        homes: dict[int, Counter[str]] = {prefix: Counter() for prefix in range(PREFIXES)}
+        reported = []
+        for tail in range(TAILS):
+            for prefix in range(PREFIXES):
+                answer = await stack.complete(prompt(prefix, tail))
+                assert answer["status"] == 200, answer
+                homes[prefix][answer["headers"]["x-inference-pod"]] += 1
+                reported.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+                await stack.settled()
+        assert all(len(pods) == 1 for pods in homes.values()), homes
+        assert len({next(iter(pods)) for pods in homes.values()}) > 1, "cold prefixes spread"
+        assert reported[:PREFIXES] == [0] * PREFIXES
+        assert reported[PREFIXES:] == [20 * BLOCK] * (PREFIXES * (TAILS - 1))
+        assert predicted(stack) == reported
+
+
+async def test_events_alone_are_enough_to_know_what_is_cached(tmp_path: Path) -> None:
+    """With predictions switched off in effect, what the engine stores is known from its events."""
+    engines = [MockEngineSettings(name=f"pod-{number}", prefill_rate=1e6) for number in range(2)]
+    settings = {"kvcache": {"bridge_ttl": 0.001}}
+    async with running_stack(tmp_path, engines, settings=settings) as stack:
+        first = await stack.complete(prompt(1, 1), max_tokens=40)
+        async with asyncio.timeout(5):
+            while stack.app.index.stats.stored < 24 or len(stack.app.predicted):
+                await asyncio.sleep(0.01)
+        again = await stack.complete(prompt(1, 1), max_tokens=40)
+        assert again["headers"]["x-inference-pod"] == first["headers"]["x-inference-pod"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 21 * BLOCK
+        assert predicted(stack)[-1] == 21 * BLOCK
+
+
+async def test_a_restarted_engine_is_not_believed_to_be_warm(tmp_path: Path) -> None:
+    settings = MockEngineSettings(name="pod-0", prefill_rate=1e6)
+    async with running_stack(tmp_path, [settings], settings={"kvcache": {"bridge_ttl": 0.001}}) as stack:
+        await stack.complete(prompt(1, 1))
+        async with asyncio.timeout(5):
+            while stack.app.index.stats.stored < 22 or len(stack.app.predicted):
+                await asyncio.sleep(0.01)
+        async with stack.session.post(f"{stack.engines[0].addresses.url}/reset_prefix_cache") as response:
+            assert response.status == 200
+        await stack.complete([7] * 64)
+        async with asyncio.timeout(5):
+            while stack.app.index.blocks_of(0) > 8:
+                await asyncio.sleep(0.01)
+        answer = await stack.complete(prompt(1, 1))
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert predicted(stack)[-1] == 0
