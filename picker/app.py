@@ -30,6 +30,8 @@ from picker.extproc.health import HealthService, HealthState
 from picker.extproc.pipeline import Pipeline, PipelineSettings
 from picker.extproc.server import ExtProcServer
 from picker.extproc.tls import file_credentials, fixed_credentials, self_signed
+from picker.extproc.usage import Usage
+from picker.kvcache.accuracy import AccuracyTracker, Cause
 from picker.kvcache.index import KvIndex
 from picker.kvcache.predicted import CombinedIndex, PredictedIndex
 from picker.kvcache.sources import KvEvents
@@ -37,8 +39,8 @@ from picker.policy import Policy, PolicyError
 from picker.policy.reload import PolicyFile, diff_policies
 from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
-from picker.pool.ledger import Ledger
 from picker.pool.lease import LeaderElector
+from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool, PoolChange
 from picker.pool.scraper import Scraper, ScraperSettings
 from picker.pool.static_file import PoolFileError, StaticPoolFile
@@ -86,6 +88,7 @@ class App:
         self.pool = Pool(max_endpoints=settings.pool.max_endpoints)
         self.ledger = Ledger()
         self.calibration = Calibration()
+        self.accuracy = AccuracyTracker()
         self.index = KvIndex(settings.kvcache.max_blocks)
         self.predicted = PredictedIndex()
         self.kv_events: KvEvents[Endpoint] = KvEvents(
@@ -334,6 +337,23 @@ class App:
                     capacity=capacity or _UNKNOWN_CAPACITY,
                 )
 
+    def _take_usage(self, released: Released, usage: Usage) -> None:
+        """An engine has reported what a request came to: compare, and settle what was charged by estimate."""
+        chosen, work = released.decision.chosen, released.work
+        if usage.output_tokens is not None:
+            self.queue.settle(work, usage.output_tokens)
+        if usage.cached_tokens is None or not work.demand.prompt.lengths:
+            return
+        self.telemetry.reported(chosen.cached_tokens, usage.cached_tokens)
+        verdict = self.accuracy.observe(
+            work.model,
+            predicted=chosen.cached_tokens,
+            reported=usage.cached_tokens,
+            block_size=chosen.endpoint.block_size or self.pool.default_block_size,
+        )
+        if verdict is not None and verdict.cause is not Cause.NONE:
+            log.warning("cached tokens of model %r: %s", work.model, verdict.explanation)
+
     # --- background -------------------------------------------------------------------------------------
 
     async def _load_tokenizers(self) -> None:
@@ -387,6 +407,11 @@ class App:
             "pool": self.pool.stats,
             "scraper": lambda: self.scraper.stats,
             "kv_index": self.index.stats,
+            "predicted_index": self.predicted.stats,
+            "kv_sources": self.kv_events.stats,
+            "kv_streams": self.kv_events.stream_stats,
+            "kv_blocks": self.kv_events.block_stats,
+            "accuracy": self.accuracy.stats,
             "tokens": lambda: self.tokenizers.stats,
         }
         if self.policy_file is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from picker.extproc.usage import Usage, UsageReader
 from picker.pool.calibration import Calibration
 from picker.pool.ledger import Booking, Ledger
 from picker.pool.pool import Pool
@@ -34,7 +35,7 @@ class RoutedExchange:
     released: Released
     booking: Booking
     observes_response: bool
-    wants_response_body: bool = False
+    usage: UsageReader | None = None
     awaited_block: tuple[int, int] | None = None
 
     def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
@@ -43,8 +44,13 @@ class RoutedExchange:
         if 200 <= status < 300:
             self.book.first_byte(self, self.book.clock() - self.released.booking.booked_at)
 
+    @property
+    def wants_response_body(self) -> bool:
+        return self.usage is not None
+
     def response_chunk(self, data: bytes) -> None:
-        """Only called where `wants_response_body`."""
+        if self.usage is not None:
+            self.usage.feed(data)
 
     def finished(self, delivered: bool) -> None:
         """The ext_proc stream is over. That is the request's end where responses pass through it, or if the
@@ -55,9 +61,15 @@ class RoutedExchange:
             stats.never_sent += 1
         elif self.observes_response:
             stats.ended_by_stream += 1
+            self._report()
         else:
             return
         self.book.end(self)
+
+    def _report(self) -> None:
+        usage = self.usage.usage() if self.usage else None
+        if usage is not None:
+            self.book.on_usage(self.released, usage)
 
 
 @dataclass(slots=True)
@@ -69,6 +81,9 @@ class Exchanges:
     calibration: Calibration
     clock: Callable[[], float]
     kick: Callable[[], None]
+    # Whether responses that pass by are read for what engines report, and who is told.
+    reads_usage: bool = False
+    on_usage: Callable[[Released, Usage], None] = lambda released, usage: None
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     _open: dict[str, RoutedExchange] = field(default_factory=dict)
     _awaited: dict[tuple[int, int], list[RoutedExchange]] = field(default_factory=dict)
@@ -79,6 +94,8 @@ class Exchanges:
     def begin(self, released: Released, *, observes_response: bool, last_block: int | None) -> RoutedExchange:
         """Follow a request that is about to be sent. last_block: the key that its prefill will store last."""
         exchange = RoutedExchange(self, released, released.booking, observes_response)
+        if self.reads_usage and observes_response:
+            exchange.usage = UsageReader()
         self._open[released.work.id] = exchange
         if last_block is not None:
             exchange.awaited_block = (released.decision.endpoint.slot, last_block)

@@ -39,7 +39,8 @@ class Exchange(Protocol):
     Its methods must be quick and must not raise; what they raise is logged and counted, never sent on.
     """
 
-    wants_response_body: bool
+    @property
+    def wants_response_body(self) -> bool: ...
 
     def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
         """The response began. `served` is the endpoint that the gateway says it really used, if it says."""
