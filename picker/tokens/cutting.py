@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,35 +77,43 @@ class Cutter:
     places: re.Pattern[str] | None
     """Matches up to a cut; None: this tokenizer's texts are never cut."""
     drop_space: bool = False
+    min_part: int = MIN_PART
 
     @classmethod
-    def of(cls, tokenizer: Mapping[str, Any]) -> Cutter:
+    def of(cls, tokenizer: Mapping[str, Any], min_part: int = MIN_PART) -> Cutter:
         """Work out the safe places from the contents of a `tokenizer.json`."""
-        tokens = [token for token in tokenizer.get("added_tokens") or () if token["content"]]
-        if any(token.get("single_word") for token in tokens) or (tokenizer["model"].get("dropout") or 0) > 0:
-            return cls(None)
-        try:
-            stage = _after_added_tokens(_Stage(_candidates()), tokens)
-            stage = _after_normalizer(stage, tokenizer.get("normalizer"))
-            stage = _after_pre_tokenizer(stage, tokenizer.get("pre_tokenizer"))
-            stage = _after_model(stage, tokenizer["model"])
-        except (_CannotCut, UnknownSyntax):
-            return cls(_token_starts(tokens))
-        if stage.drop_space and any(token["content"][0].isalnum() for token in tokens):
-            return cls(_token_starts(tokens))
-        places = _pair_places(stage.boundaries, stage.drop_space)
-        return cls(places or _token_starts(tokens), stage.drop_space and places is not None)
+        places, drop_space = _safe_places(tokenizer)
+        return cls(places, drop_space, min_part)
 
     def parts(self, text: str) -> Iterator[str]:
-        """The parts of a text, in order. Each but the last is at least `MIN_PART` characters long."""
+        """The parts of a text, in order. Each but the last is at least `min_part` characters long."""
         start = 0
-        while self.places is not None and len(text) - start > MIN_PART:
-            match = self.places.search(text, start + MIN_PART)
+        while self.places is not None and len(text) - start > self.min_part:
+            match = self.places.search(text, start + self.min_part)
             if match is None:
                 break
             yield text[start : match.end()]
             start = match.end() + self.drop_space
         yield text[start:]
+
+
+def _safe_places(tokenizer: Mapping[str, Any]) -> tuple[re.Pattern[str] | None, bool]:
+    """What to look for, and whether a space is dropped there."""
+    tokens = [token for token in tokenizer.get("added_tokens") or () if token["content"]]
+    if any(token.get("single_word") for token in tokens) or (tokenizer["model"].get("dropout") or 0) > 0:
+        return None, False
+    try:
+        stage = _after_added_tokens(_Stage(_candidates()), tokens)
+        stage = _after_normalizer(stage, tokenizer.get("normalizer"))
+        if stage.drop_space:
+            stage = _between_words(stage, tokens)
+        stage = _after_pre_tokenizer(stage, tokenizer.get("pre_tokenizer"))
+        stage = _after_model(stage, tokenizer["model"])
+    except (_CannotCut, UnknownSyntax):
+        return _token_starts(tokens), False
+    if not stage.boundaries:
+        return _token_starts(tokens), False
+    return _pair_places(stage.boundaries, stage.drop_space), stage.drop_space
 
 
 def _candidates() -> frozenset[_Pair]:
@@ -116,7 +124,7 @@ def _candidates() -> frozenset[_Pair]:
     )
 
 
-def _pair_places(pairs: frozenset[_Pair], drop_space: bool) -> re.Pattern[str] | None:
+def _pair_places(pairs: frozenset[_Pair], drop_space: bool) -> re.Pattern[str]:
     lefts_of: dict[str, list[str]] = {}
     for pair in pairs:
         left = f"{re.escape(pair.left.low)}-{re.escape(pair.left.high)}"
@@ -127,7 +135,7 @@ def _pair_places(pairs: frozenset[_Pair], drop_space: bool) -> re.Pattern[str] |
         f"[{''.join(sorted(lefts))}](?={after or re.escape(right)})"
         for right, lefts in sorted(lefts_of.items())
     ]
-    return re.compile("|".join(choices)) if choices else None
+    return re.compile("|".join(choices))
 
 
 # Added tokens.
@@ -138,26 +146,31 @@ def _after_added_tokens(stage: _Stage, tokens: list[Mapping[str, Any]]) -> _Stag
 
     Tokens that are found in normalized text count with a space in any form.
     """
-    pairs = set(stage.pairs)
+    side_by_side: set[tuple[str, str]] = set()
     for token in tokens:
         content: str = token["content"].replace(_METASPACE, " ")
-        eats_space = bool(token.get("rstrip"))
         neighbours = set(itertools.pairwise(content))
-        if eats_space:
+        if token.get("rstrip"):
             neighbours |= {(content[-1], " "), (content[-1], "\n")}
         if token.get("normalized"):
             neighbours |= {
                 (case(left), right) for left, right in neighbours for case in (str.lower, str.upper)
             }
-        pairs = {
-            pair
-            for pair in pairs
-            if not any(
-                pair.left.low <= left <= pair.left.high and right == pair.right.low
-                for left, right in neighbours
-            )
-        }
+        side_by_side |= neighbours
+    return _without(stage, side_by_side)
+
+
+def _without(stage: _Stage, side_by_side: Iterable[tuple[str, str]]) -> _Stage:
+    """Drop the pairs of which some characters are found side by side."""
+    lefts_of: dict[str, set[str]] = {}
+    for left, right in side_by_side:
+        lefts_of.setdefault(right, set()).add(left)
+    pairs = (pair for pair in stage.pairs if not _holds_any(pair.left, lefts_of.get(pair.right.low, ())))
     return replace(stage, pairs=frozenset(pairs))
+
+
+def _holds_any(group: CharGroup, chars: Iterable[str]) -> bool:
+    return any(group.low <= char <= group.high for char in chars)
 
 
 def _token_starts(tokens: list[Mapping[str, Any]]) -> re.Pattern[str] | None:
@@ -230,6 +243,14 @@ def _after_replace(stage: _Stage, normalizer: Mapping[str, Any]) -> _Stage:
     if pattern == " " and normalizer["content"] == _METASPACE:
         return replace(stage, space=_METASPACE)
     raise _CannotCut("Replace")
+
+
+def _between_words(stage: _Stage, tokens: list[Mapping[str, Any]]) -> _Stage:
+    """Where the space goes, it must have stood inside one stretch of text: not right behind an added token, nor before
+    one (what follows it is a letter or a digit)."""
+    if any(token["content"][0].isalnum() for token in tokens):
+        raise _CannotCut("added tokens that begin like words")
+    return _without(stage, {(token["content"][-1], " ") for token in tokens})
 
 
 # Pre-tokenizers.
@@ -327,13 +348,21 @@ def _after_model(stage: _Stage, model: Mapping[str, Any]) -> _Stage:
         raise _CannotCut(str(kind))
     vocabulary: Mapping[str, int] = model["vocab"]
     joined = "\0".join(vocabulary)
-    safe = {pair for pair in stage.pairs if _is_never_merged(pair, stage.space, vocabulary, joined)}
-    return replace(stage, boundaries=frozenset(safe))
+    joinable = {
+        (before[-1], right.low)
+        for right in {pair.right for pair in stage.pairs}
+        for before in joined.split(_as_in_model(right, stage))[:-1]
+        if before
+    }
+    safe = _without(stage, joinable)
+    known = frozenset(
+        pair
+        for pair in safe.pairs
+        if _as_in_model(pair.right, stage) in vocabulary and all(char in vocabulary for char in pair.left)
+    )
+    return replace(safe, boundaries=known)
 
 
-def _is_never_merged(pair: _Pair, space: str, vocabulary: Mapping[str, int], joined: str) -> bool:
-    right = space if pair.right == _SPACE else pair.right.low
-    if right not in vocabulary or not all(char in vocabulary for char in pair.left):
-        return False
-    left = f"{re.escape(pair.left.low)}-{re.escape(pair.left.high)}"
-    return re.search(f"[{left}]{re.escape(right)}", joined) is None
+def _as_in_model(right: CharGroup, stage: _Stage) -> str:
+    """The character right of a cut as the model gets to see it."""
+    return stage.space if right == _SPACE else right.low

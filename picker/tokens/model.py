@@ -35,19 +35,23 @@ class ModelTokenizer:
 
     def __init__(self, directory: Path, cache: ChunkCache) -> None:
         """Load from a local model directory. Raises OSError, ValueError or what the tokenizer library raises."""
-        source = (directory / "tokenizer.json").read_bytes()
         config = _read_json(directory / "tokenizer_config.json")
+        model_type = _read_json(directory / "config.json").get("model_type")
+        source = (directory / "tokenizer.json").read_bytes()
+        contents = json.loads(source)
+        if _is_rebuilt_llama(contents, config, model_type):
+            contents |= _llama_as_rebuilt(config)
+            source = json.dumps(contents).encode()
         self._tokenizer = tokenizers.Tokenizer.from_buffer(source)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special_tokens = _special_tokens(config)
         _set_post_processor(self._tokenizer, config, self._special_tokens)
         self._prefix, self._suffix = _frame(self._tokenizer)
-        self._cutter = Cutter.of(json.loads(source))
+        self._cutter = Cutter.of(contents)
         self._cache = cache
         self._id = next(_IDS)
-        # These models' chat format is code in the engine, whatever template lies beside them.
-        model_type = _read_json(directory / "config.json").get("model_type")
+        # The chat format of these models is code in the engine, whatever template lies beside them.
         self._templates = (
             {}
             if model_type == "gpt_oss"
@@ -185,6 +189,29 @@ def _set_post_processor(
     used = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
     single = " ".join(piece for piece in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if piece)
     tokenizer.post_processor = TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=used)
+
+
+def _is_rebuilt_llama(contents: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None) -> bool:
+    """Whether the engine does not use this `tokenizer.json` as it stands.
+
+    transformers 5 makes SentencePiece tokenizers of the Llama class anew from their vocabulary; they then treat white
+    space at the beginning of a text, and text behind special tokens, in another way than the file says.
+    """
+    return (
+        config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
+        and model_type in (None, "llama", "mistral", "mixtral")
+        and contents.get("pre_tokenizer") is None
+        and [item.get("type") for item in (contents.get("normalizer") or {}).get("normalizers", ())]
+        == ["Prepend", "Replace"]
+    )
+
+
+def _llama_as_rebuilt(config: Mapping[str, Any]) -> dict[str, Any]:
+    scheme = (
+        "never" if config.get("add_prefix_space") is False else "always" if config.get("legacy") else "first"
+    )
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+    return {"normalizer": None, "pre_tokenizer": metaspace}
 
 
 def _frame(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

@@ -1,0 +1,120 @@
+"""Costs of tokenizing: what a seen prefix saves, and what many large prompts do to the event loop.
+
+    python tests/benchmarks/bench_tokens.py [MODEL_DIRECTORY]
+
+Without a directory the small tokenizer that ships with the simulation is used. Figures are of this machine and this
+moment; the ratios are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import statistics
+import time
+from pathlib import Path
+
+import tokenizers
+
+from picker.requests import InferenceRequest, Route, TextPrompts
+from picker.tokens import TokenBudget, Tokenizers
+
+SHIPPED = Path(__file__).parents[2] / "picker" / "simulation" / "tokenizer"
+PROMPT_BYTES = 220_000
+CONCURRENT = 150
+ROUNDS = 7
+
+
+def prose(seed: int, size: int = PROMPT_BYTES) -> str:
+    """Text of made-up words, `size` bytes long; another seed gives other text."""
+    source = random.Random(seed)
+    syllables = ["ba", "den", "ko", "li", "mer", "no", "pra", "shu", "ti", "vel", "wo", "zan"]
+    words = ["".join(source.choices(syllables, k=source.randint(1, 4))) for _ in range(3000)]
+    pieces: list[str] = []
+    length = 0
+    while length < size:
+        piece = source.choice(words) + source.choice((" ", " ", " ", " ", ", ", ". ", ".\n"))
+        pieces.append(piece)
+        length += len(piece)
+    return "".join(pieces)[:size]
+
+
+def request(text: str) -> InferenceRequest:
+    return InferenceRequest(Route.COMPLETIONS, "m", TextPrompts((text,)), size_bytes=len(text))
+
+
+def service(model: Path) -> Tokenizers:
+    return Tokenizers({"m": model}, TokenBudget(seconds=600.0))
+
+
+async def seen_prefix(model: Path) -> None:
+    """One 220 KB prompt: encoded by the library alone, by Picker unseen, and with its first 90 % seen before."""
+    library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    alone, unseen, seen = [], [], []
+    for round_ in range(ROUNDS):
+        tokens = service(model)
+        await tokens.load()
+        shared = prose(round_)[: PROMPT_BYTES * 9 // 10]
+        first, second = (shared + prose(1000 * side + round_)[: PROMPT_BYTES // 10] for side in (1, 2))
+        start = time.perf_counter()
+        whole = library.encode_batch_fast([second], add_special_tokens=True)[0].ids
+        alone.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        await tokens.tokenize(request(first))
+        unseen.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        counted = await tokens.tokenize(request(second))
+        seen.append(time.perf_counter() - start)
+        assert counted.ids[0].tolist() == whole, "the cache must be exact"
+        await tokens.close()
+    base = statistics.median(alone)
+    print(f"220 KB prompt, library alone:      {base * 1e3:8.1f} ms")
+    print(f"  through Picker, unseen:          {statistics.median(unseen) * 1e3:8.1f} ms  = {statistics.median(unseen) / base:.2f}")
+    print(f"  through Picker, 90 % seen:       {statistics.median(seen) * 1e3:8.1f} ms  = {statistics.median(seen) / base:.3f}")
+
+
+async def loop_lag(model: Path, *, warm: bool) -> None:
+    """How late the event loop gets while 150 prompts of 220 KB are tokenized at once."""
+    tokens = service(model)
+    await tokens.load()
+    shared = prose(1)[: PROMPT_BYTES * 9 // 10]
+    texts = [(shared if warm else prose(seed)[: PROMPT_BYTES * 9 // 10]) + prose(5000 + seed, PROMPT_BYTES // 10) for seed in range(CONCURRENT)]
+    if warm:
+        await tokens.tokenize(request(texts[0]))
+    gc.collect()
+    lags: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.001)
+            lags.append(time.perf_counter() - start - 0.001)
+
+    watcher = asyncio.create_task(watch())
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(tokens.tokenize(request(text)) for text in texts))
+    took = time.perf_counter() - start
+    watcher.cancel()
+    assert not any(count.estimated for count in counts)
+    lags.sort()
+    print(
+        f"{CONCURRENT} prompts at once, {'90 % seen' if warm else 'all unseen'}: {took:6.2f} s, loop lag p50 "
+        f"{lags[len(lags) // 2] * 1e3:.1f} ms, p99 {lags[len(lags) * 99 // 100] * 1e3:.1f} ms, max {lags[-1] * 1e3:.1f} ms"
+    )
+    await tokens.close()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", type=Path, default=SHIPPED)
+    model = parser.parse_args().model
+    print(f"tokenizer: {model}")
+    await seen_prefix(model)
+    await loop_lag(model, warm=True)
+    await loop_lag(model, warm=False)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
