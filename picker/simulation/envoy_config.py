@@ -77,6 +77,7 @@ from envoy_data_plane.google.protobuf import Any as PackedMessage
 
 from picker.extproc.access_log import REQUEST_ID_HEADER
 from picker.extproc.messages import DESTINATION_HEADER, LB_NAMESPACE
+from picker.requests.hints import METADATA_NAMESPACE as HINT_NAMESPACE
 
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_HEADER = "x-gateway-destination-endpoint-subset"
@@ -209,7 +210,9 @@ def _ext_proc(options: EnvoyOptions) -> ExternalProcessor:
         message_timeout=_seconds(options.message_timeout),
         max_message_timeout=_seconds(options.max_message_timeout),
         metadata_options=MetadataOptions(
-            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, SUBSET_NAMESPACE]),
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(
+                untyped=[LB_NAMESPACE, SUBSET_NAMESPACE, HINT_NAMESPACE]
+            ),
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
         ),
     )
