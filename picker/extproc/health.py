@@ -44,9 +44,10 @@ class HealthState:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def change(self) -> None:
-        """Return at the next update."""
-        await self._changed.wait()
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next update. Take it before looking at the state, so that no update is missed."""
+        return self._changed
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the stub is untyped
@@ -77,13 +78,14 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         last = None
         while True:
+            changed = self._state.changed
             status = self._status(request.service)
             if status is None:
                 status = _Status.SERVICE_UNKNOWN  # the health protocol wants an answer here, not an error
             if status != last:
                 yield _Status(status=status)
                 last = status
-            await self._state.change()
+            await changed.wait()
 
     def _status(self, name: str) -> int | None:
         if name == LIVENESS:

@@ -27,6 +27,7 @@ from picker.extproc.conversation import (
     ConversationLimits,
     Event,
     GaveUp,
+    Phase,
     ProtocolError,
     RefusedEarly,
     ResponseChunk,
@@ -130,6 +131,7 @@ class _Stream:
         self._decision: asyncio.Task[Routed | Refused] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._exchange: Exchange | None = None
+        self._answered = False
         self._delivered = False
         self._something_to_write = asyncio.Event()
         self._written = asyncio.Event()
@@ -161,14 +163,13 @@ class _Stream:
             return
         await self._write_waiting()
         self._reader = asyncio.create_task(self._read_rest())
-        decision = await self._decide(arrival)
-        if decision is None:
-            self._stats.given_up += 1
-        elif isinstance(decision, Refused):
+        decision = await self._decide(arrival, self._reader)
+        if isinstance(decision, Refused):
             await self._refuse(decision)
             return
-        else:
+        if isinstance(decision, Routed):
             self._conversation.forward(decision)
+            self._answered = True
             self._stats.routed += 1
         await self._write_until_end(self._reader)
 
@@ -193,11 +194,11 @@ class _Stream:
                 case Ask(arrival):
                     return arrival
                 case RefusedEarly(refused):
+                    self._answered = True
                     self._stats.refused[refused.reason] += 1
                     await self._write_waiting()
                     return None
                 case StreamEnded():
-                    self._stats.given_up += 1
                     return None
             await self._write_waiting()
 
@@ -233,22 +234,25 @@ class _Stream:
 
     # Deciding
 
-    async def _decide(self, arrival: Arrival) -> Routed | Refused | None:
+    async def _decide(self, arrival: Arrival, reader: asyncio.Task[None]) -> Routed | Refused | None:
         """The handler's decision; None when nobody waits for it any more."""
         self._decision = asyncio.create_task(self._handler.route(arrival))
         try:
             decision = await self._decision
         except asyncio.CancelledError:
-            if not self._conversation.undecided:
-                return None
             if _being_cancelled():
                 raise
+            if not self._somebody_waits(reader):
+                return None
             decision = self._failed("deciding was cancelled from inside")
         except Exception:
             decision = self._failed("deciding failed")
         if isinstance(decision, Routed):
             self._exchange = decision.exchange
-        return decision if self._conversation.undecided else None
+        return decision if self._somebody_waits(reader) else None
+
+    def _somebody_waits(self, reader: asyncio.Task[None]) -> bool:
+        return self._conversation.undecided and not reader.done() and not _being_cancelled()
 
     def _failed(self, what: str) -> Refused:
         self._stats.internal_errors += 1
@@ -272,13 +276,14 @@ class _Stream:
     async def _write_waiting(self) -> None:
         while (reply := self._conversation.next_reply()) is not None:
             # Envoy may act on a message and end the stream before `write` returns.
-            self._delivered = self._exchange is not None
+            self._delivered = self._conversation.phase is Phase.FORWARDED
             self._stats.sent_messages += 1
             await self._context.write(reply.SerializeToString())
             self._written.set()
 
     async def _refuse(self, refused: Refused) -> None:
         self._conversation.refuse(refused)
+        self._answered = True
         self._stats.refused[refused.reason] += 1
         await self._write_waiting()
 
@@ -297,6 +302,7 @@ class _Stream:
     def _close(self) -> None:
         """Release everything that the stream holds. Runs once, on each way out."""
         self._stats.active_streams -= 1
+        self._stats.given_up += not self._answered
         self._conversation.close()
         if self._reader is not None:
             self._reader.cancel()
