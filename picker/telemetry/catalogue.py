@@ -263,6 +263,77 @@ ROOM_METRICS = (
     _of_room(
         "kv_index", "cleared", "picker_kv_index_clears_total", "Times that a whole cache was forgotten."
     ),
+    _of_room(
+        "kv_streams", "live", "picker_kv_messages_total", "Messages of KV events, as they were published."
+    ),
+    _of_room("kv_streams", "replayed", "picker_kv_replayed_messages_total", "Messages of replays."),
+    _of_room("kv_streams", "gaps", "picker_kv_gaps_total", "Times that a sequence of messages had a gap."),
+    _of_room("kv_streams", "missed", "picker_kv_missed_messages_total", "Messages in those gaps."),
+    _of_room("kv_streams", "replays", "picker_kv_replays_total", "Replays asked for."),
+    _of_room(
+        "kv_streams", "replay_failures", "picker_kv_replay_failures_total", "Replays that gave not all."
+    ),
+    _of_room(
+        "kv_streams",
+        "losses",
+        "picker_kv_losses_total",
+        "Times that an endpoint's entries were dropped because events are lost for good.",
+    ),
+    _of_room("kv_streams", "restarts", "picker_kv_engine_restarts_total", "Restarts of engines."),
+    _of_room("kv_streams", "bad_frames", "picker_kv_bad_messages_total", "Messages that could not be read."),
+    _of_room(
+        "kv_streams", "malformed_events", "picker_kv_malformed_events_total", "Events that could not be."
+    ),
+    _of_room("kv_blocks", "events", "picker_kv_events_total", "Events applied."),
+    _of_room(
+        "kv_blocks", "parked", "picker_kv_parked_blocks_total", "Blocks whose parent was not known yet."
+    ),
+    _of_room("kv_blocks", "adopted", "picker_kv_adopted_blocks_total", "Of these, those whose parent came."),
+    _of_room("kv_blocks", "abandoned", "picker_kv_abandoned_blocks_total", "Of these, those given up."),
+    _of_room(
+        "kv_blocks", "odd_sized", "picker_kv_odd_blocks_total", "Blocks of another size than the engine's."
+    ),
+    _of_room(
+        "kv_blocks", "overflow", "picker_kv_overflow_blocks_total", "Blocks over the limit of an engine."
+    ),
+    _of_room(
+        "predicted_index",
+        "predicted",
+        "picker_predicted_blocks_total",
+        "Blocks predicted from our own routing.",
+    ),
+    _of_room(
+        "predicted_index", "expired", "picker_predicted_expired_blocks_total", "Predictions that ran out."
+    ),
+    _of_room(
+        "accuracy",
+        "verdicts",
+        "picker_cached_tokens_verdicts_total",
+        "Times that a model's predictions began to differ from what engines reported, by cause.",
+        "cause",
+    ),
+    _of_room("tokens", "exact", "picker_tokenized_prompts_total", "Prompts counted exactly."),
+    _of_room(
+        "tokens",
+        "estimated",
+        "picker_estimated_prompts_total",
+        "Prompts whose tokens were estimated by their size, by reason.",
+        "reason",
+    ),
+    _of_room("tokens", "in_flight", "picker_tokenizing_prompts", "Prompts with the tokenizing threads now."),
+    _of_room(
+        "tokens", "late", "picker_tokenized_late_total", "Counts that came when nobody waited any more."
+    ),
+    _of_room("tokens", "cache_hits", "picker_token_cache_hits_total", "Parts of prompts found in the cache."),
+    _of_room(
+        "tokens", "cache_misses", "picker_token_cache_misses_total", "Parts of prompts not found there."
+    ),
+    _of_room("tokens", "cache_bytes", "picker_token_cache_bytes", "Size of the tokenization cache."),
+    _of_room(
+        "tokens", "load_failures", "picker_tokenizer_load_failures_total", "Tokenizers that did not load."
+    ),
+    _of_room("lease", "leading", "picker_leader", "1 while this picker holds the Lease."),
+    _of_room("lease", "failures", "picker_lease_failures_total", "Calls about the Lease that failed."),
     _of_room("log", "lost_lines", "picker_log_lost_lines_total", "Log lines that could not be written."),
     _of_room("loop", "lag", "picker_event_loop_lag_seconds", "Longest delay of the event loop of late."),
 )
@@ -313,7 +384,7 @@ CATALOGUE: tuple[Metric, ...] = (
 )
 
 
-def markdown() -> str:
+def metrics_reference() -> str:
     """The catalogue as a table."""
     rows = ["| metric | type | labels | what it says |", "| --- | --- | --- | --- |"]
     for metric in CATALOGUE:

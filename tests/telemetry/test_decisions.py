@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from picker.telemetry import DecisionLog, DecisionRecord
 
 
@@ -20,12 +18,12 @@ def test_only_the_last_ones_are_kept_newest_first() -> None:
     assert log.get("4") == record(4)
 
 
-def test_a_log_of_size_zero_keeps_nothing_but_can_be_watched() -> None:
+async def test_a_log_of_size_zero_keeps_nothing_but_can_be_watched() -> None:
     log = DecisionLog(size=0)
     watcher = log.watch()
     log.add(record(1))
     assert len(log) == 0
-    assert asyncio.run(anext(aiter(watcher))) == (record(1), 0)
+    assert await anext(aiter(watcher)) == (record(1), 0)
 
 
 async def test_a_slow_reader_misses_some_and_is_told_how_many() -> None:

@@ -11,10 +11,15 @@ from picker.extproc.access_log import AccessLogStats
 from picker.extproc.body import BudgetStats
 from picker.extproc.exchange import ExchangeStats
 from picker.extproc.server import ExtProcStats
+from picker.kvcache.accuracy import AccuracyStats
+from picker.kvcache.engine_blocks import BlockStats
 from picker.kvcache.index import IndexStats
+from picker.kvcache.predicted import PredictedStats
+from picker.kvcache.stream import StreamStats
 from picker.policy.reload import PolicyFileStats
 from picker.pool.kube.source import KubeStats
 from picker.pool.kube.watch import WatchStats
+from picker.pool.lease import LeaseStats
 from picker.pool.ledger import LedgerStats
 from picker.pool.pool import PoolStats
 from picker.pool.scraper import ScraperStats
@@ -23,6 +28,7 @@ from picker.telemetry import ClassStats, EndpointStats, Telemetry
 from picker.telemetry.catalogue import CATALOGUE, HISTOGRAMS, ROOM_METRICS, STAGES, Kind
 from picker.telemetry.logs import LogStats
 from picker.telemetry.observer import LoopStats, RequestStats
+from picker.tokens.service import TokenStats
 
 ROOMS = {
     "extproc": ExtProcStats,
@@ -38,6 +44,12 @@ ROOMS = {
     "scraper": ScraperStats,
     "policy_file": PolicyFileStats,
     "kv_index": IndexStats,
+    "kv_streams": StreamStats,
+    "kv_blocks": BlockStats,
+    "predicted_index": PredictedStats,
+    "accuracy": AccuracyStats,
+    "tokens": TokenStats,
+    "lease": LeaseStats,
     "log": LogStats,
     "loop": LoopStats,
 }

@@ -1,0 +1,5 @@
+"""`python -m picker`."""
+
+from picker.cli import main
+
+main()

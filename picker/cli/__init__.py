@@ -1,0 +1,84 @@
+"""The command `picker`. Each subcommand is imported when it is called, so that help comes at once."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from picker import __version__
+
+# name -> (where it is, what it does in a few words)
+COMMANDS = {
+    "serve": ("picker.cli.serve:serve", "Answer a gateway's questions: the endpoint picker itself."),
+    "check": (
+        "picker.cli.check:check",
+        "Validate settings, policy and pool together, and warn of surprises.",
+    ),
+    "explain-policy": ("picker.cli.explain:explain", "Say in words and numbers what a policy will do."),
+    "status": (
+        "picker.cli.status:status",
+        "Show the pool, the queues and their deficits of a running picker.",
+    ),
+    "mock-engine": (
+        "picker.simulation.mock_command:mock_engine_command",
+        "Run a mock vLLM server, without a GPU.",
+    ),
+    "reference": (
+        "picker.cli.reference:reference",
+        "Print the reference of settings, metrics or the policy.",
+    ),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Knows its commands by name; imports the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What help needs of a command, without importing it."""
+        if cmd_name not in COMMANDS:
+            return None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _load(str(name)), rest
+
+
+def _load(name: str) -> Any:
+    module, _, function = COMMANDS[name][0].partition(":")
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+    single.command(name)(getattr(importlib.import_module(module), function))
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="An endpoint picker for LLM inference: weighted shares of uncached-token work, decided before the queue.",
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"picker {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print it."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Exit codes: 0 done, 1 failed, 2 called wrongly."""
+    app(prog_name="picker")

@@ -1,0 +1,105 @@
+"""`picker serve` as a process of its own: started, looked at, and told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from picker.telemetry.catalogue import ROOM_METRICS
+
+# Rooms that this run does not have.
+ELSEWHERE = {"kube", "kube_watch", "lease", "policy_file"}
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """The process and its ports by name."""
+    flags = [
+        "--extproc-port",
+        "0",
+        "--extproc-health-port",
+        "0",
+        "--admin-port",
+        "0",
+        "--admin-grpc-port",
+        "0",
+    ]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PICKER_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "picker", "serve", *flags, "--log-format", "json", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
+    try:
+        yield process, _ports(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ports(process: subprocess.Popen[str]) -> dict[str, int]:
+    assert process.stderr is not None
+    for line in process.stderr:
+        message = json.loads(line)["message"]
+        if "serving" in message:
+            return {name: int(port) for name, port in re.findall(r"(\w+)=(\d+)", message)}
+    raise AssertionError("it ended without serving")
+
+
+def picker(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "picker", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    path = tmp_path / "pool.yaml"
+    path.write_text(
+        "endpoints: [{name: pod-a, address: '127.0.0.1:9', metrics: false, taints: ['gpu=old:NoSchedule']}]\n"
+    )
+    return path
+
+
+def test_serves_shows_itself_and_stops_on_sigterm(pool: Path) -> None:
+    with serving("--pool-file", str(pool)) as (process, ports):
+        admin = f"http://127.0.0.1:{ports['admin']}"
+        assert httpx.get(f"{admin}/healthz").text == "ok\n"
+        metrics = httpx.get(f"{admin}/metrics").text
+        assert 'picker_queue_requests{policy_class="default"} 0.0' in metrics
+        expected = {
+            entry.metric.name
+            for entry in ROOM_METRICS
+            if entry.room not in ELSEWHERE and not entry.metric.labels
+        }
+        assert {name for name in expected if not re.search(rf"^{name}[ {{]", metrics, re.MULTILINE)} == set()
+
+        address = f"127.0.0.1:{ports['introspection']}"
+        shown = picker("status", "--address", address)
+        assert shown.returncode == 0, shown.stderr
+        assert "pod-a" in shown.stdout
+        assert "default" in shown.stdout
+        data = json.loads(picker("status", "--address", address, "--json").stdout)
+        (endpoint,) = data["pool"]["endpoints"]
+        assert (endpoint["name"], endpoint["taints"]) == ("pod-a", ["gpu=old:NoSchedule"])
+
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_taken_port_is_a_failure_in_words() -> None:
+    with serving() as (_, ports):
+        result = picker("serve", "--extproc-port", str(ports["extproc"]), "--log-level", "error")
+        assert result.returncode == 1
+        assert f":{ports['extproc']}" in result.stderr
+        assert "Traceback" not in result.stderr
