@@ -267,6 +267,7 @@ class App:
             clock=self.clock,
         )
         self.telemetry.sources.stats["kube"] = lambda: source.stats
+        self.telemetry.sources.stats["kube_watch"] = lambda: source.stats.watches
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(source.run())
@@ -400,7 +401,7 @@ class App:
         sources.synced = lambda: self.pool.synced
         sources.stats |= {
             "extproc": self.extproc.stats,
-            "bodies": self.extproc.budget,
+            "bodies": self.extproc.budget.stats,
             "access_log": self.access_log.stats,
             "exchanges": self.exchanges.stats,
             "ledger": self.ledger.stats,
