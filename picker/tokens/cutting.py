@@ -110,10 +110,12 @@ def _safe_places(tokenizer: Mapping[str, Any]) -> tuple[re.Pattern[str] | None, 
         stage = _after_pre_tokenizer(stage, tokenizer.get("pre_tokenizer"))
         stage = _after_model(stage, tokenizer["model"])
     except (_CannotCut, UnknownSyntax):
-        return _token_starts(tokens), False
-    if not stage.boundaries:
-        return _token_starts(tokens), False
-    return _pair_places(stage.boundaries, stage.drop_space), stage.drop_space
+        stage = _Stage(frozenset())
+    choices = _pair_places(stage.boundaries, stage.drop_space)
+    if not choices or not stage.drop_space:
+        choices += _token_starts(tokens)
+    drop_space = stage.drop_space and bool(stage.boundaries)
+    return (re.compile("|".join(choices)) if choices else None), drop_space
 
 
 def _candidates() -> frozenset[_Pair]:
@@ -124,18 +126,17 @@ def _candidates() -> frozenset[_Pair]:
     )
 
 
-def _pair_places(pairs: frozenset[_Pair], drop_space: bool) -> re.Pattern[str]:
+def _pair_places(pairs: frozenset[_Pair], drop_space: bool) -> list[str]:
     lefts_of: dict[str, list[str]] = {}
     for pair in pairs:
         left = f"{re.escape(pair.left.low)}-{re.escape(pair.left.high)}"
         lefts_of.setdefault(pair.right.low, []).append(left)
     # Where the space goes, what follows it must be text: a token or the end there would lose it.
     after = " [A-Za-z0-9]" if drop_space else ""
-    choices = [
+    return [
         f"[{''.join(sorted(lefts))}](?={after or re.escape(right)})"
         for right, lefts in sorted(lefts_of.items())
     ]
-    return re.compile("|".join(choices))
 
 
 # Added tokens.
@@ -173,8 +174,8 @@ def _holds_any(group: CharGroup, chars: Iterable[str]) -> bool:
     return any(group.low <= char <= group.high for char in chars)
 
 
-def _token_starts(tokens: list[Mapping[str, Any]]) -> re.Pattern[str] | None:
-    """Places right before a special token, for tokenizers whose words cannot be parted.
+def _token_starts(tokens: list[Mapping[str, Any]]) -> list[str]:
+    """Places right before a special token.
 
     Text is split at added tokens before anything else happens to it. A token is good for a cut if it is looked for in
     raw text, does not swallow the space before it, and no other token can begin before it and end inside it.
@@ -183,14 +184,14 @@ def _token_starts(tokens: list[Mapping[str, Any]]) -> re.Pattern[str] | None:
     chosen = [
         token["content"]
         for token in tokens
-        if token.get("special")
-        and not token.get("normalized")
-        and not token.get("lstrip")
-        and not any(_can_overlap(other, token["content"]) for other in contents)
-    ]
-    if not chosen:
-        return None
-    return re.compile("(?=" + "|".join(map(re.escape, chosen[:_MAX_TOKEN_STARTS])) + ")")
+        if token.get("special") and not token.get("normalized") and not token.get("lstrip")
+    ][:_MAX_TOKEN_STARTS]
+    safe = [content for content in chosen if not any(_can_overlap(other, content) for other in contents)]
+    if not safe:
+        return []
+    # Most characters are ruled out by the first one.
+    first = "".join(sorted({re.escape(content[0]) for content in safe}))
+    return [f"(?=[{first}])(?={'|'.join(map(re.escape, safe))})"]
 
 
 _MAX_TOKEN_STARTS = 64
@@ -273,8 +274,8 @@ def _after_pre_tokenizer(stage: _Stage, pre_tokenizer: Mapping[str, Any] | None)
             raise _CannotCut(kind)
         case "ByteLevel":
             if pre_tokenizer.get("add_prefix_space", True):
-                # A space is put before each piece that does not begin with white space.
-                stage = _restrict(stage, lambda pair: pair.right.is_space or pair in stage.boundaries)
+                # A space is put before each piece that does not begin with one.
+                stage = _restrict(stage, lambda pair: pair.right == _SPACE or pair in stage.boundaries)
             if pre_tokenizer.get("use_regex", True):
                 stage = _after_pattern(stage, _GPT2)
             return replace(stage, space=_BYTE_SPACE)
