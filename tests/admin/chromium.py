@@ -57,7 +57,7 @@ class Page:
     async def until(self, expression: str, seconds: float = 30) -> Any:
         """Wait until a JavaScript expression is true in the page."""
         async with asyncio.timeout(seconds):
-            while not (value := await self.evaluate(expression)):  # noqa: ASYNC110 (the page has no event for it)
+            while not (value := await self.evaluate(expression)):
                 await asyncio.sleep(0.05)
         return value
 
