@@ -54,7 +54,7 @@ async def complete(client: aiohttp.ClientSession, engine: MockEngine, **body: ob
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (the engine has no event for what tests wait for)
+    while not condition():
         await asyncio.sleep(0.001)
 
 
