@@ -51,7 +51,9 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class _StoredRow(BlockStored, array_like=True, tag="BlockStored", gc=False):
-    pass
+    def __post_init__(self) -> None:
+        # A field that a later engine added at the end of its rows has landed here.
+        self.cache_salt = None
 
 
 class _RemovedRow(BlockRemoved, array_like=True, tag="BlockRemoved", gc=False):
@@ -130,15 +132,15 @@ def _read_loosely(raw: msgspec.Raw) -> Event:
         tag, fields = value.get("type"), value
     elif isinstance(value, list) and value:
         tag = value[0]
-        model = _TYPES.get(tag) if isinstance(tag, str) else None
-        fields = dict(zip(model.__struct_fields__, value[1:], strict=False)) if model else {}
+        names = _ROWS.get(tag, ()) if isinstance(tag, str) else ()
+        fields = dict(zip(names, value[1:], strict=False))
     else:
         raise TypeError("an event is an array or a map")
     if not isinstance(tag, str):
         raise TypeError("an event has a type")
     if tag == "AllBlocksCleared":
         return AllBlocksCleared()
-    if tag not in _TYPES:
+    if tag not in _ROWS:
         raise _UnknownType(tag)
     hashes = [_block_hash(item) for item in fields["block_hashes"]] if "block_hashes" in fields else []
     if not hashes:
@@ -166,10 +168,11 @@ def _stored(hashes: list[int], fields: dict[str, Any]) -> BlockStored:
     )
 
 
-_TYPES: dict[str, type[Event]] = {
-    "BlockStored": BlockStored,
-    "BlockRemoved": BlockRemoved,
-    "AllBlocksCleared": AllBlocksCleared,
+# Field names by type, in the order of rows. The salt is only in maps.
+_ROWS: dict[str, tuple[str, ...]] = {
+    "BlockStored": tuple(name for name in BlockStored.__struct_fields__ if name != "cache_salt"),
+    "BlockRemoved": BlockRemoved.__struct_fields__,
+    "AllBlocksCleared": (),
 }
 
 

@@ -113,6 +113,10 @@ class KvEvents(Generic[E]):
                 mask |= 1 << source.slot
         return mask
 
+    def addresses(self) -> list[str]:
+        """Where the open subscribers listen, ports that ZMQ chose included."""
+        return [source.subscriber.address for source in self._sources.values()]
+
     def reconcile(self, endpoints: Iterable[E]) -> None:
         """Follow exactly these endpoints. Must be told of a removal before the slot is given to another one."""
         wanted = {endpoint.spec.uid: endpoint for endpoint in endpoints if endpoint.spec.kv_events}
@@ -130,7 +134,7 @@ class KvEvents(Generic[E]):
         for uid in list(self._sources):
             self._close(uid)
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(linger=0)
             self._context = None
 
     def _open(self, uid: str, endpoint: E) -> None:

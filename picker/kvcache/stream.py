@@ -126,21 +126,15 @@ class EventStream:
             if not self._is_last(seq, payload):
                 return self._restart()
             return None
-        if self.expected is not None and seq < self.expected:
-            return None
-        if self.expected is not None and seq > self.expected:
-            if self._progress:
-                # Lost on the way: a fast answer can overflow the engine's socket. The rest may still be
-                # there.
-                return self._ask(_Purpose.FILL)
-            self._lose()
-        elif self.expected is None and seq > 0:
-            self.stats.joined_late += 1
-        self._progress = True
-        self._apply(seq, payload)
+        while self._waiting and (self.expected or 0) <= self._waiting[0][0] < seq:
+            # The engine no longer has this one, but we do.
+            if (start := self._fill(*self._waiting[0])) is not None:
+                return start
+            self._unhold()
+        if (start := self._fill(seq, payload)) is not None:
+            return start
         if self._waiting and self._waiting[0] == (seq, payload):
-            self._waiting.popleft()
-            self._waiting_bytes -= len(payload)
+            self._unhold()
             self.stats.duplicates += 1
         return None
 
@@ -160,6 +154,21 @@ class EventStream:
         return self._resume()
 
     # Steps
+
+    def _fill(self, seq: int, payload: bytes) -> int | None:
+        """Take in the next message of a replay; one from before what is expected is known already."""
+        if self.expected is not None and seq < self.expected:
+            return None
+        if self.expected is not None and seq > self.expected:
+            if self._progress:
+                # Lost on the way: a fast answer can overflow the engine's socket. The rest may still be there.
+                return self._ask(_Purpose.FILL)
+            self._lose()
+        elif self.expected is None and seq > 0:
+            self.stats.joined_late += 1
+        self._progress = True
+        self._apply(seq, payload)
+        return None
 
     def _take(self, seq: int, payload: bytes) -> int | None:
         """Take a live message in, in state."""
@@ -222,9 +231,7 @@ class EventStream:
                 self._lose()
                 self.expected = first
         while self._waiting:
-            seq, payload = self._waiting.popleft()
-            self._waiting_bytes -= len(payload)
-            if (start := self._take(seq, payload)) is not None:
+            if (start := self._take(*self._unhold())) is not None:
                 # Taking it has put it back at the end: it belongs before the ones that still wait.
                 self._waiting.rotate(1)
                 return start
@@ -254,6 +261,11 @@ class EventStream:
     def _hold(self, seq: int, payload: bytes) -> None:
         self._waiting.append((seq, payload))
         self._waiting_bytes += len(payload)
+
+    def _unhold(self) -> tuple[int, bytes]:
+        seq, payload = self._waiting.popleft()
+        self._waiting_bytes -= len(payload)
+        return seq, payload
 
     def _is_last(self, seq: int, payload: bytes) -> bool:
         return self.expected == seq + 1 and self._recent.get(seq) == xxh3_64_intdigest(payload)

@@ -64,6 +64,7 @@ class KvSubscriber:
                 socket.connect(address)
         except zmq.ZMQError:
             socket.disable_monitor()
+            monitor.close(linger=0)
             socket.close(linger=0)
             raise
         self._monitor = SocketReader(monitor, pump, self._on_connection)
