@@ -1,11 +1,13 @@
 """Leader election by a coordination.k8s.io Lease.
 
-The rules are those of client-go: a lease is taken over only when this process has itself watched it go unrenewed
-for its whole duration (nobody's clock is compared with another's), and a leader that cannot renew steps down
-after `renew_deadline`, before anybody else may step up.
+A lease is taken over as in client-go: only when this process has itself watched it go unrenewed for its whole
+duration, so that nobody's clock is compared with another's. Unlike there, a leader that cannot renew stays in office
+until it has seen another holder. While the API server is away nobody can take over, and a picker that stops would
+leave no one to decide; a leader that alone is cut off from it shares the load with its successor until it is back,
+which costs the exactness of shares and no request.
 
-`kubernetes.aio.leaderelection` is not used: one hanging request keeps its leader in office past the lease, it
-goes by the wall clock, and it does not give the lease back on shutdown.
+`kubernetes.aio.leaderelection` is not used: one hanging request holds up every renewal, it goes by the wall clock, and
+it does not give the lease back on shutdown.
 """
 
 from __future__ import annotations
@@ -32,15 +34,18 @@ _RESIGN_TIMEOUT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettings:
-    """Seconds. A hand-over after a crash takes up to `duration` plus `retry_period`, after a release one retry."""
+    """Seconds. A hand-over after a crash takes up to `duration` plus `retry_period`, after a release one retry.
+
+    `request_timeout` is for each call; a lease must outlast one that fails and the next.
+    """
 
     duration: float = 15.0
-    renew_deadline: float = 10.0
     retry_period: float = 2.0
+    request_timeout: float = 5.0
 
     def __post_init__(self) -> None:
-        if not self.duration > self.renew_deadline > self.retry_period > 0:
-            raise ValueError("a lease needs duration > renew_deadline > retry_period > 0")
+        if not self.duration > 2 * self.request_timeout + self.retry_period:
+            raise ValueError("a lease needs duration > 2 * request_timeout + retry_period")
 
 
 class Election:
@@ -57,16 +62,8 @@ class Election:
         self._lease: Mapping[str, Any] | None = None
         # When the lease was last seen to change.
         self._changed_at = 0.0
-        self._renewed_at: float | None = None
-
-    def leads(self, now: float) -> bool:
-        return self.time_left(now) > 0.0
-
-    def time_left(self, now: float) -> float:
-        """Seconds for which this candidate still leads if it does not renew; 0 if it does not lead."""
-        if self._renewed_at is None:
-            return 0.0
-        return max(0.0, self._renewed_at + self._settings.renew_deadline - now)
+        # The server has taken its claim, and no other holder has been seen since.
+        self.leads = False
 
     def observe(self, lease: Mapping[str, Any] | None, now: float) -> None:
         """The lease as it is at the server; None when there is none."""
@@ -75,7 +72,7 @@ class Election:
         self._lease = lease
         self.holder = str(_spec(lease).get("holderIdentity") or "")
         if self.holder != self.identity:
-            self._renewed_at = None
+            self.leads = False
 
     def claim(self, now: float, wall: datetime) -> dict[str, Any] | None:
         """The lease to write in order to take or keep it; None while another holds it."""
@@ -96,11 +93,11 @@ class Election:
     def claimed(self, lease: Mapping[str, Any], sent_at: float) -> None:
         """The server took the claim that was sent at `sent_at`."""
         self.observe(lease, sent_at)
-        self._renewed_at = sent_at
+        self.leads = True
 
     def release(self, wall: datetime) -> dict[str, Any]:
         """The lease to write in order to give it back; this candidate no longer leads."""
-        self._renewed_at = None
+        self.leads = False
         spec = {
             **_spec(self._lease),
             "holderIdentity": "",
@@ -139,8 +136,7 @@ class LeaseStats:
 class LeaderElector:
     """Runs for office until cancelled, then gives the lease back.
 
-    `on_started_leading` and `on_stopped_leading` are called in turn, from the event loop. The second comes at
-    the latest when the renew deadline passes, however the API server hangs.
+    `on_started_leading` and `on_stopped_leading` are called in turn, from the event loop.
     """
 
     def __init__(
@@ -179,17 +175,14 @@ class LeaderElector:
             while True:
                 await self._try()
                 self._announce()
-                await asyncio.sleep(self._pause())
-                # The deadline may have passed in the meantime.
-                self._announce()
+                await asyncio.sleep(self.settings.retry_period * random.uniform(0.8, 1.0))
         finally:
             await self._resign()
 
     async def _try(self) -> None:
-        patience = self._election.time_left(self._clock()) or self.settings.renew_deadline
         try:
-            async with asyncio.timeout(patience):
-                await self._claim(patience)
+            async with asyncio.timeout(self.settings.request_timeout):
+                await self._claim(self.settings.request_timeout)
         except TimeoutError:
             self._failed("no answer in time")
         except ApiError as error:
@@ -219,7 +212,7 @@ class LeaderElector:
         _log.warning("lease %s: %s", self._path, problem)
 
     def _announce(self) -> None:
-        leads = self._election.leads(self._clock())
+        leads = self._election.leads
         if leads and not self.stats.leading:
             self.stats.leading = True
             self.stats.started += 1
@@ -228,22 +221,16 @@ class LeaderElector:
         elif not leads and self.stats.leading:
             self.stats.leading = False
             self.stats.stopped += 1
-            _log.warning("no longer leading, by lease %s", self._path)
+            _log.warning("no longer leading: lease %s is held by %r", self._path, self.holder)
             self._on_stopped()
 
-    def _pause(self) -> float:
-        pause = self.settings.retry_period * random.uniform(0.8, 1.0)
-        return min(pause, self._election.time_left(self._clock()) or pause)
-
     async def _resign(self) -> None:
-        if not self._election.leads(self._clock()):
-            self._announce()
+        if not self._election.leads:
             return
         lease = self._election.release(datetime.now(UTC))
         self._announce()
         try:
-            timeout = min(_RESIGN_TIMEOUT, self.settings.renew_deadline)
-            await self._api.request("PUT", self._path, body=lease, timeout=timeout)
+            await self._api.request("PUT", self._path, body=lease, timeout=_RESIGN_TIMEOUT)
         except ApiError as error:
             self._failed(f"could not be given back: {error}")
 

@@ -9,5 +9,5 @@ from collections.abc import Callable
 async def until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
     """Return as soon as `condition()` holds; TimeoutError if it never does."""
     async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - what is awaited has no event
+        while not condition():
             await asyncio.sleep(0.002)
