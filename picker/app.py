@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -38,8 +35,7 @@ from picker.kvcache.sources import KvEvents
 from picker.policy import Policy, PolicyError
 from picker.policy.reload import PolicyFile, diff_policies
 from picker.pool.calibration import Calibration
-from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
-from picker.pool.lease import LeaderElector
+from picker.pool.endpoint import Endpoint, EndpointSpec, EngineKind, EngineReport
 from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool, PoolChange
 from picker.pool.scraper import Scraper, ScraperSettings
@@ -49,9 +45,12 @@ from picker.queueing.work import Outcome, Released
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
 from picker.settings import Settings
-from picker.settings.model import ExtProcSettings, TlsSettings
+from picker.settings.model import ExtProcSettings, KubernetesSettings, TlsSettings
 from picker.telemetry import Telemetry
 from picker.tokens import TokenBudget, Tokenizers
+
+if TYPE_CHECKING:
+    from picker.pool.kube.membership import Membership, PoolMember
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +78,7 @@ class App:
         self.health = HealthState(leader=not settings.pool.kubernetes.leader_election)
         self._build_state()
         self._build_faces()
+        self._member: PoolMember | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Event = asyncio.Event()
 
@@ -191,6 +191,8 @@ class App:
     async def drain(self) -> None:
         """Say not ready, go on serving until nobody is left or the grace is over, then refuse who waits."""
         self.health.update(draining=True)
+        if self._member is not None:
+            self._member.resign()
         deadline = self.clock() + self.settings.queue.drain_grace
         while self.clock() < deadline and self.extproc.stats.active_streams:
             await asyncio.sleep(0.05)
@@ -252,41 +254,27 @@ class App:
     async def _follow_kubernetes(self) -> None:
         # Imported here: the Kubernetes client is large, and a static pool does without it.
         from picker.pool.kube.api import KubeApi
-        from picker.pool.kube.source import KubernetesSource
+        from picker.pool.kube.membership import PoolMember
 
         settings = self.settings.pool.kubernetes
-        assert settings.name is not None
-        api = await KubeApi.connect()
-        namespace = settings.namespace or _own_namespace()
-        source = KubernetesSource(
+        api = await KubeApi.connect(settings.kubeconfig, settings.context)
+        self._member = member = PoolMember(
             api,
-            namespace,
-            settings.name,
-            self._take_specs,
-            watch_nodes=settings.node_taints,
+            _membership(settings),
+            on_specs=self._take_specs,
+            on_priorities=self._take_priorities,
+            on_leading=lambda leads: self.health.update(leader=leads),
             clock=self.clock,
         )
-        self.telemetry.sources.stats["kube"] = lambda: source.stats
-        self.telemetry.sources.stats["kube_watch"] = lambda: source.stats.watches
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(source.run())
-                if settings.leader_election:
-                    group.create_task(self._elector(api, namespace, settings.name).run())
-        finally:
-            await api.close()
+        sources = self.telemetry.sources.stats
+        sources["kube"] = lambda: member.source.stats
+        sources["kube_watch"] = lambda: member.source.stats.watches
+        if member.elector is not None:
+            sources["lease"] = member.elector.stats
+        await member.run()
 
-    def _elector(self, api: Any, namespace: str, pool: str) -> LeaderElector:
-        return LeaderElector(
-            api,
-            namespace,
-            f"picker-{pool}",
-            # A pod is named by its host name; a restarted container is another candidate.
-            f"{socket.gethostname()}_{uuid4().hex[:8]}",
-            on_started_leading=lambda: self.health.update(leader=True),
-            on_stopped_leading=lambda: self.health.update(leader=False),
-            clock=self.clock,
-        )
+    def _take_priorities(self, priorities: Mapping[str, int]) -> None:
+        self.pipeline.objectives = priorities
 
     def _take_specs(self, specs: list[EndpointSpec]) -> None:
         change = self.pool.replace(specs)
@@ -439,10 +427,21 @@ def _credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
     return file_credentials(settings.cert_file, settings.key_file, settings.client_ca_file)
 
 
-def _own_namespace() -> str:
-    """The namespace of the pod that this process runs in, else `default`."""
-    mounted = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-    return mounted.read_text().strip() if mounted.exists() else "default"
+def _membership(settings: KubernetesSettings) -> Membership:
+    from picker.pool.kube.membership import Membership
+    from picker.pool.kube.pod_table import PodDefaults
+    from picker.pool.kube.watch import WatchSettings
+    from picker.pool.lease import LeaseSettings
+
+    assert settings.name is not None
+    return Membership(
+        pool=settings.name,
+        namespace=settings.namespace,
+        node_taints=settings.node_taints,
+        defaults=PodDefaults(**dict(settings.pods) | {"engine": EngineKind(settings.pods.engine)}),
+        watch=WatchSettings(**dict(settings.watch)),
+        lease=LeaseSettings(**dict(settings.lease)) if settings.leader_election else None,
+    )
 
 
 def _refuse_pool_file(error: PoolFileError) -> None:

@@ -76,7 +76,8 @@ class StageClock:
 class Pipeline:
     """Implements the ext_proc server's `RequestHandler`.
 
-    `on_sent` hears of each decision that is put into practice, with what it was made from.
+    `on_sent` hears of each decision that is put into practice, with what it was made from. `objectives` holds
+    the priority of each InferenceObjective by name; whoever follows them replaces it.
     """
 
     tokenizers: Tokenizers
@@ -87,6 +88,7 @@ class Pipeline:
     settings: PipelineSettings = field(default_factory=PipelineSettings)
     stages: Mapping[str, Callable[[float], None]] = field(default_factory=dict)
     on_sent: Callable[[Released, PromptKeys], None] = lambda released, prompt: None
+    objectives: Mapping[str, int] = field(default_factory=dict)
     _prefix: str = field(default_factory=lambda: uuid4().hex[:12])
     _serial: count[int] = field(default_factory=count)
 
@@ -147,7 +149,7 @@ class Pipeline:
             demand=demand,
             policy_class=policy_class,
             cached_tokens=cached,
-            strict=policy_class.strict_priority if hints.strict_priority is None else hints.strict_priority,
+            strict=self._tier(hints, policy_class),
             priority=priority,
             tenant=hints.fairness_id or hints.session or "",
             model=model,
@@ -156,6 +158,12 @@ class Pipeline:
             ttft_deadline=arrival.received_at + hints.ttft_ms / 1000 if hints.ttft_ms else inf,
             expected_output_tokens=request.max_tokens or 0,
         )
+
+    def _tier(self, hints: Hints, policy_class: PolicyClass) -> int:
+        """What the request says itself, else what its objective does, else its class."""
+        if hints.strict_priority is not None:
+            return hints.strict_priority
+        return self.objectives.get(hints.objective or "", policy_class.strict_priority)
 
     def _deadline(self, arrival: Arrival, hints: Hints, policy_class: PolicyClass) -> float:
         longest = policy_class.max_queue_wait or self.settings.max_wait

@@ -44,6 +44,7 @@ class HintTrust(BaseModel):
     policy_class: Trust = Trust.METADATA
     priority: Trust = Trust.METADATA
     strict_priority: Trust = Trust.METADATA
+    objective: Trust = Trust.METADATA
     pin: Trust = Trust.METADATA
     rank: Trust = Trust.METADATA
     tolerations: Trust = Trust.METADATA
@@ -68,6 +69,8 @@ class Hints:
     """Seconds of head start; higher goes first."""
     strict_priority: int | None = None
     """Tier inside the class's queue; higher goes first."""
+    objective: str | None = None
+    """An InferenceObjective, whose priority is the tier if no tier is given."""
     pin: str | None = None
     """The only endpoint wanted: `ip:port` or an endpoint's name."""
     rank: int | None = None
@@ -251,6 +254,7 @@ _HINTS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "policy_class": (("x-picker-policy-class", "x-dynamo-meta-policy-class"), _name),
     "priority": (("x-picker-priority",), _number(-1e6, 1e6)),
     "strict_priority": (("x-picker-strict-priority",), _integer(-1_000_000, 1_000_000)),
+    "objective": (("x-llm-d-inference-objective", "x-gateway-inference-objective"), _name),
     "pin": (("x-picker-endpoint",), _name),
     "rank": (("x-picker-rank", "x-data-parallel-rank"), _rank),
     "tolerations": (("x-picker-tolerations",), _tolerations),
@@ -280,8 +284,6 @@ _CONTROL_HEADERS = (
         "x-gateway-destination-endpoint",
         "x-gateway-destination-endpoint-served",
         "x-gateway-destination-endpoint-subset",
-        "x-gateway-inference-objective",
-        "x-llm-d-inference-objective",
         "x-gateway-model-name-rewrite",
         "x-llm-d-model-name-rewrite",
         "x-llm-d-inference-ttl",

@@ -91,11 +91,66 @@ class PolicySettings(Section):
     hints: HintTrust = HintTrust()
 
 
+class PodSettings(Section):
+    """What holds for pods that do not say otherwise in their annotations `picker.dev/...`."""
+
+    engine: Literal["vllm", "sglang", "trtllm"] = Field("vllm", description="The engine in the pods.")
+    kv_events_port: Port | None = Field(5557, description="Port of the KV events; null: there are none.")
+    kv_replay_port: Port | None = Field(
+        5558,
+        description="Port that replays missed KV events; null, and with several target ports: none.",
+    )
+    block_size: PositiveInt | None = Field(
+        None, description="Tokens in a KV block, until the engine has said it."
+    )
+    max_num_batched_tokens: PositiveInt | None = Field(
+        None, description="Token budget of an engine's iteration, for thresholds that are a part of it."
+    )
+
+
+class WatchSettings(Section):
+    """How the API server is followed. Seconds."""
+
+    silence: PositiveFloat = Field(
+        60.0, description="A connection on which nothing was heard for this long is given up as broken."
+    )
+    list_timeout: PositiveFloat = Field(30.0, description="Longest wait for a list.")
+    first_backoff: PositiveFloat = Field(0.2, description="Pause after a failure; doubles with each more.")
+    max_backoff: PositiveFloat = Field(30.0, description="Longest such pause.")
+    absent_retry: PositiveFloat = Field(
+        60.0, description="Pause between looks for optional resources that the cluster does not have."
+    )
+    page_size: PositiveInt = Field(250, description="Objects asked for at once in a list.")
+
+
+class LeaseSettings(Section):
+    """The election of one leader. Seconds."""
+
+    duration: PositiveFloat = Field(
+        15.0, ge=1, description="A leader that was not heard of for this long is followed by another."
+    )
+    retry_period: PositiveFloat = Field(2.0, description="Pause between looks at the Lease.")
+    request_timeout: PositiveFloat = Field(5.0, description="Longest wait for an answer about the Lease.")
+
+    @model_validator(mode="after")
+    def _outlasts_a_failure(self) -> LeaseSettings:
+        if not self.duration > 2 * self.request_timeout + self.retry_period:
+            raise ValueError("duration must be above 2 * request_timeout + retry_period")
+        return self
+
+
 class KubernetesSettings(Section):
     name: str | None = Field(None, description="The InferencePool to serve; turns the Kubernetes source on.")
     namespace: str | None = Field(None, description="Its namespace; by default the picker's own.")
     node_taints: bool = Field(False, description="Also take taints from the pods' nodes.")
     leader_election: bool = Field(False, description="Only the holder of the pool's Lease is ready.")
+    kubeconfig: Path | None = Field(
+        None, description="How to reach the API server from outside; by default as a pod inside."
+    )
+    context: str | None = Field(None, description="The context in it; by default the current one.")
+    pods: PodSettings = PodSettings()
+    watch: WatchSettings = WatchSettings()
+    lease: LeaseSettings = LeaseSettings()
 
 
 class PoolSettings(Section):
