@@ -22,6 +22,7 @@ COMMANDS = {
         "picker.cli.status:status",
         "Show the pool, the queues and their deficits of a running picker.",
     ),
+    "taint": ("picker.cli.taint:taint", "Taint a pod, or take a taint off it."),
     "mock-engine": (
         "picker.simulation.mock_command:mock_engine_command",
         "Run a mock vLLM server, without a GPU.",
