@@ -95,5 +95,5 @@ class FakeEngine:
 async def until(condition: Callable[[], object]) -> None:
     """Wait for something that sockets bring about; fails after five seconds."""
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 (sockets set no event)
+        while not condition():
             await asyncio.sleep(0.002)
