@@ -144,13 +144,16 @@ class App:
                 body_limits=settings.requests,
                 trust=settings.policy.hints,
                 max_wait=settings.queue.max_wait or inf,
+                shadow=settings.extproc.shadow,
             ),
             stages=self.telemetry.stages,
             on_sent=self._predict,
         )
         self.extproc = ExtProcServer(
             self.pipeline,
-            limits=ConversationLimits(max_body_bytes=settings.requests.max_body_bytes),
+            limits=ConversationLimits(
+                max_body_bytes=settings.requests.max_body_bytes, refuses=not settings.extproc.shadow
+            ),
             budget=BodyBudget(max_bytes=settings.extproc.total_body_limit),
             max_streams=settings.extproc.max_streams,
             clock=self.clock,

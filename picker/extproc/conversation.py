@@ -55,11 +55,13 @@ class ConversationLimits:
     `assumed_body_mode` is taken where the gateway does not say its modes (no `protocol_config`).
     `buffered_hold` (seconds): in BUFFERED mode, ask Envoy once to wait this long instead of its
     `message_timeout`; it obeys up to its `max_message_timeout`. None does not ask.
+    `refuses` False (shadow mode): a request that would be refused is passed on untouched.
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
     assumed_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
     buffered_hold: float | None = None
+    refuses: bool = True
 
 
 class ProtocolError(Exception):
@@ -74,6 +76,7 @@ class Phase(Enum):
     DECIDING = auto()  # the request is whole and has been asked about
     FORWARDED = auto()  # answered with a destination
     REFUSED = auto()  # answered with an error; whatever still comes is ignored
+    LET_GO = auto()  # passed on as it is, without a decision; what still comes of it goes straight back
     GIVEN_UP = auto()  # the gateway answered the client by itself, before the decision
     CLOSED = auto()
 
@@ -87,7 +90,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class RefusedEarly:
-    """The request was refused before it was complete; the reply waits to be sent."""
+    """The request was refused before it was complete, or would have been; the replies wait to be sent."""
 
     refused: Refused
 
@@ -154,8 +157,11 @@ class Conversation:
 
     @property
     def congested(self) -> bool:
-        """True while so much of the response waits to be sent that reading on would only pile it up."""
-        return self._outbox.response_bytes_waiting > CONGESTED_BYTES
+        """True while so much of what streams through waits to be sent that reading on would only pile it up."""
+        waiting = self._outbox.response_bytes_waiting
+        if self.phase is Phase.LET_GO:
+            waiting += self._outbox.request_bytes_waiting
+        return waiting > CONGESTED_BYTES
 
     def receive(self, message: ProcessingRequest, now: float) -> Event | None:
         """Take the gateway's next message. Raises `ProtocolError`."""
@@ -209,9 +215,12 @@ class Conversation:
         self.phase = Phase.FORWARDED
 
     def refuse(self, refused: Refused) -> None:
-        """Answer the client with an error; possible while `undecided`."""
+        """Answer the client with an error, or in shadow mode let the request go; possible while `undecided`."""
         if not self.undecided:
             raise ProtocolError(f"cannot refuse a request that is {self.phase.name}")
+        if not self._limits.refuses:
+            self._let_go()
+            return
         self._outbox.put(messages.immediate(refused))
         self._drop_request()
         self.phase = Phase.REFUSED
@@ -239,6 +248,9 @@ class Conversation:
             self._response_mode = _body_mode(config.response_body_mode)
 
     def _receive_request_headers(self, message: ProcessingRequest, now: float) -> Event | None:
+        if self.phase is Phase.LET_GO:
+            self._outbox.put(messages.REQUEST_HEADERS_UNCHANGED)
+            return None
         if self.phase is not Phase.EXPECTING_HEADERS:
             raise ProtocolError(f"request headers while {self.phase.name}")
         self._received_at = now
@@ -258,11 +270,17 @@ class Conversation:
 
     def _receive_request_body(self, message: ProcessingRequest) -> Event | None:
         body = message.request_body
+        if self.phase is Phase.LET_GO:
+            self._return_body(body)
+            return None
         if self.phase is not Phase.EXPECTING_BODY:
             self._ignore_late_body(body)
             return None
         if refused := self._gather(body.body):
-            return self._refuse_early(refused)
+            early = self._refuse_early(refused)
+            if not self._limits.refuses:
+                self._return_body(body)
+            return early
         if self._request_mode is BodyMode.BUFFERED:
             # One message is the whole body, even without an end-of-stream: then trailers follow the answer.
             if self._limits.buffered_hold is not None:
@@ -282,14 +300,14 @@ class Conversation:
     def _receive_request_trailers(self, message: ProcessingRequest) -> Event | None:
         match self.phase:
             case Phase.EXPECTING_BODY:
+                self._has_trailers = True
                 if self._headers_answered:
                     return self._refuse_early(_unsupported("trailers without a body in BUFFERED mode"))
-                self._has_trailers = True
                 self._note_metadata(message)
                 return self._ask()
             case Phase.DECIDING:
                 self._has_trailers = True
-            case Phase.FORWARDED:
+            case Phase.FORWARDED | Phase.LET_GO:
                 self._outbox.put(messages.REQUEST_TRAILERS_UNCHANGED)
             case Phase.EXPECTING_HEADERS:
                 raise ProtocolError("request trailers before any headers")
@@ -345,6 +363,27 @@ class Conversation:
     def _refuse_early(self, refused: Refused) -> RefusedEarly:
         self.refuse(refused)
         return RefusedEarly(refused)
+
+    def _let_go(self) -> None:
+        """Pass on what has come of the request, and from now on whatever else comes."""
+        complete = self.phase is Phase.DECIDING
+        if self.phase is not Phase.EXPECTING_HEADERS and not self._headers_answered:
+            self._outbox.put(messages.REQUEST_HEADERS_UNCHANGED)
+        if self._has_body and (complete or self._held_bytes):
+            if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
+                self._outbox.put_request_body(self._body.whole(), ends=complete and not self._has_trailers)
+            else:
+                self._outbox.put(messages.REQUEST_BODY_UNCHANGED)
+        if self._has_trailers:
+            self._outbox.put(messages.REQUEST_TRAILERS_UNCHANGED)
+        self._drop_request()
+        self.phase = Phase.LET_GO
+
+    def _return_body(self, body: HttpBody) -> None:
+        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
+            self._outbox.put_request_body(body.body, ends=body.end_of_stream)
+        else:
+            self._outbox.put(messages.REQUEST_BODY_UNCHANGED)
 
     def _ask(self) -> Ask:
         self.phase = Phase.DECIDING

@@ -57,12 +57,13 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Send the request to `endpoint`: `ip:port`, or a fallback list `ip:port,ip:port` in order of preference.
+    """Send the request to `endpoint`: `ip:port`, or a fallback list `ip:port,ip:port` in order of preference; None
+    (shadow mode) leaves the gateway to route it as it would without Picker.
 
     `body` None forwards the client's bytes untouched. `set_headers` overwrite; `remove_headers` go first.
     """
 
-    endpoint: str
+    endpoint: str | None
     exchange: Exchange
     set_headers: tuple[tuple[str, str], ...] = ()
     remove_headers: tuple[str, ...] = ()

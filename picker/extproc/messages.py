@@ -33,6 +33,7 @@ _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 # "Go on, nothing changed", for each phase where Picker has nothing to say.
 REQUEST_HEADERS_UNCHANGED = ProcessingResponse(request_headers=HeadersResponse())
+REQUEST_BODY_UNCHANGED = ProcessingResponse(request_body=BodyResponse())
 REQUEST_TRAILERS_UNCHANGED = ProcessingResponse(request_trailers=TrailersResponse())
 RESPONSE_HEADERS_UNCHANGED = ProcessingResponse(response_headers=HeadersResponse())
 RESPONSE_BODY_UNCHANGED = ProcessingResponse(response_body=BodyResponse())
@@ -41,16 +42,19 @@ RESPONSE_TRAILERS_UNCHANGED = ProcessingResponse(response_trailers=TrailersRespo
 
 @lru_cache(maxsize=4096)
 def destination_on_headers(
-    endpoint: str, set_headers: tuple[tuple[str, str], ...], remove_headers: tuple[str, ...]
+    endpoint: str | None, set_headers: tuple[tuple[str, str], ...], remove_headers: tuple[str, ...]
 ) -> ProcessingResponse:
-    """The answer to the request headers: go to `endpoint`, said as a header and as `envoy.lb` metadata."""
+    """The answer to the request headers: go to `endpoint`, said as a header and as `envoy.lb` metadata.
+
+    Without an endpoint, only the headers are changed.
+    """
     reply = ProcessingResponse()
     _direct(reply, reply.request_headers.response, endpoint, set_headers, remove_headers)
     return reply
 
 
 def destination_on_body(
-    endpoint: str,
+    endpoint: str | None,
     set_headers: tuple[tuple[str, str], ...],
     remove_headers: tuple[str, ...],
     body: bytes | None,
@@ -135,15 +139,17 @@ def _plain_value(value: Value) -> Any:
 def _direct(
     reply: ProcessingResponse,
     common: CommonResponse,
-    endpoint: str,
+    endpoint: str | None,
     set_headers: Iterable[tuple[str, str]],
     remove_headers: Iterable[str],
 ) -> None:
     mutation = common.header_mutation
     for name, value in set_headers:
         _set_header(mutation, name, value)
-    _set_header(mutation, DESTINATION_HEADER, endpoint)
     mutation.remove_headers.extend(remove_headers)
+    if endpoint is None:
+        return
+    _set_header(mutation, DESTINATION_HEADER, endpoint)
     common.clear_route_cache = True
     reply.dynamic_metadata.fields[LB_NAMESPACE].struct_value.fields[
         DESTINATION_HEADER

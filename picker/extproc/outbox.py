@@ -28,6 +28,10 @@ class Outbox:
         return bool(self._request_body)
 
     @property
+    def request_bytes_waiting(self) -> int:
+        return self._request_body.waiting_bytes
+
+    @property
     def response_bytes_waiting(self) -> int:
         return self._response_body.waiting_bytes
 
@@ -35,7 +39,7 @@ class Outbox:
         self._queue.append(reply)
 
     def put_request_body(self, body: bytes, ends: bool) -> None:
-        """The request's whole body, from the first byte on. Without `ends`, trailers are to follow."""
+        """The request's body, from the first byte on. Without `ends`, trailers or more of it are to follow."""
         self._put_pieces(self._request_body, body, ends)
 
     def put_response_chunk(self, data: bytes, ends: bool) -> None:

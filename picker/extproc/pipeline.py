@@ -43,16 +43,22 @@ _STATUS = {
     DropReason.SHUTTING_DOWN: 503,
 }
 _DEFAULT_WEIGHTS = CostWeights()
+# Seconds, in shadow mode: for the decision itself to be made before the wait is over.
+_SHADOW_HOLD = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """max_wait: seconds a request may wait where its class sets no limit. choices: endpoints in the answer."""
+    """max_wait: seconds a request may wait where its class sets no limit. choices: endpoints in the answer.
+
+    shadow: decide as ever but name no endpoint, and drop at once what would have to wait.
+    """
 
     body_limits: BodyLimits = field(default_factory=BodyLimits)
     trust: HintTrust = field(default_factory=HintTrust)
     max_wait: float = inf
     choices: int = 1
+    shadow: bool = False
 
 
 class StageClock:
@@ -166,6 +172,8 @@ class Pipeline:
         return self.objectives.get(hints.objective or "", policy_class.strict_priority)
 
     def _deadline(self, arrival: Arrival, hints: Hints, policy_class: PolicyClass) -> float:
+        if self.settings.shadow:
+            return self.clock() + _SHADOW_HOLD
         longest = policy_class.max_queue_wait or self.settings.max_wait
         return arrival.received_at + min(longest, inf if hints.ttl is None else hints.ttl)
 
@@ -178,11 +186,14 @@ class Pipeline:
             observes_response=arrival.observes_response,
             last_block=prompt.last_block(block_size),
         )
+        id_header = ((REQUEST_ID_HEADER, work.id),)
+        if self.settings.shadow:
+            return Routed(None, exchange, set_headers=id_header)
         self.on_sent(released, prompt)
         return Routed(
             endpoint=released.decision.destinations(self.settings.choices),
             exchange=exchange,
-            set_headers=((REQUEST_ID_HEADER, work.id),),
+            set_headers=id_header,
             remove_headers=hints.consumed_headers,
         )
 
@@ -193,6 +204,8 @@ class Pipeline:
             return Refused(503, DropReason.NO_ENDPOINT, "no endpoint may take this request")
         demand = Demand(0, PromptKeys.unknown(), constraints)
         decision = self.selector.choose(demand, eligibility.mask, _DEFAULT_WEIGHTS)
+        if self.settings.shadow:
+            return Routed(None, _Unfollowed(decision))
         return Routed(
             endpoint=decision.destinations(self.settings.choices),
             exchange=_Unfollowed(decision),

@@ -125,6 +125,7 @@ class _Stream:
         self._stats = server.stats
         self._handler = server.handler
         self._clock = server.clock
+        self._refuses = server.limits.refuses
         self._overloaded = server.stats.active_streams >= server.max_streams
         self._context = context
         self._conversation = Conversation(server.limits, server.budget)
@@ -157,20 +158,23 @@ class _Stream:
     async def _serve(self) -> None:
         if self._overloaded:
             await self._refuse(_TOO_MANY_STREAMS)
-            return
-        arrival = await self._read_request()
-        if arrival is None:
+            arrival = None
+        else:
+            arrival = await self._read_request()
+        if arrival is None and self._conversation.phase is not Phase.LET_GO:
             return
         await self._write_waiting()
         self._reader = asyncio.create_task(self._read_rest())
-        decision = await self._decide(arrival, self._reader)
-        if isinstance(decision, Refused):
-            await self._refuse(decision)
-            return
-        if isinstance(decision, Routed):
-            self._conversation.forward(decision)
-            self._answered = True
-            self._stats.routed += 1
+        if arrival is not None:
+            decision = await self._decide(arrival, self._reader)
+            if isinstance(decision, Refused):
+                await self._refuse(decision)
+                if self._conversation.phase is Phase.REFUSED:
+                    return
+            elif isinstance(decision, Routed):
+                self._conversation.forward(decision)
+                self._answered = True
+                self._stats.routed += 1
         await self._write_until_end(self._reader)
 
     # Reading
@@ -290,9 +294,10 @@ class _Stream:
     async def _end_broken(self, why: str) -> None:
         """End a stream that cannot go on: with an error to the client if that is still possible.
 
-        A clean end would not do: Envoy would go on without a body and without a destination.
+        A clean end would not do: Envoy would go on without a body and without a destination. In shadow mode the
+        gateway's own failure mode decides.
         """
-        if self._conversation.undecided:
+        if self._conversation.undecided and self._refuses:
             await self._refuse(_INTERNAL_ERROR)
         else:
             await self._context.abort(grpc.StatusCode.INTERNAL, why)

@@ -63,6 +63,11 @@ class ExtProcSettings(Section):
         description="Bytes of all bodies held at once; past it new requests get 503.",
     )
     max_streams: PositiveInt = Field(20_000, description="Requests open at once; past it new ones get 503.")
+    shadow: bool = Field(
+        False,
+        description="Decide, record and count, but let the gateway route as it would without Picker: "
+        "name no endpoint, refuse nothing, hold nothing.",
+    )
     observe: Literal["off", "usage"] = Field(
         "off",
         description="`usage` also reads responses, where they pass through, for the tokens reported.",

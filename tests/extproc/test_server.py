@@ -165,7 +165,7 @@ async def test_an_error_inside_is_an_error_to_the_client(
 
 async def test_a_decision_that_cannot_be_said_is_an_error_and_released() -> None:
     async def nonsense(handler: StubHandler, arrival: Arrival) -> Routed:
-        return handler.routed(endpoint=None)
+        return handler.routed(endpoint=7)
 
     handler = StubHandler(decide=nonsense)
     async with gateway_client(ExtProcServer(handler)) as gateway:
