@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.kube.chart import CHART, MANIFESTS
 from tests.kube.control_plane import ControlPlane
@@ -98,8 +99,9 @@ def _everything(cluster: ControlPlane) -> None:
     assert len(_rule(cluster)["backendRefs"]) == 1
 
 
-def _no_policy(cluster: ControlPlane) -> None:
-    assert "picker-policy" not in cluster.kubectl("get", "configmap", "-n", "inference")
+def _in_shadow(cluster: ControlPlane) -> None:
+    settings = cluster.get("configmap", "picker-settings", "-n", "inference")["data"]["settings.yaml"]
+    assert yaml.safe_load(settings)["extproc"]["shadow"] is True
 
 
 def _pool_points_here(cluster: ControlPlane) -> None:
@@ -119,7 +121,7 @@ def _nothing(cluster: ControlPlane) -> None:
 
 # A part of a command -> what must hold after it.
 CHECKS = {
-    "policy=null": _no_policy,
+    "shadow=true": _in_shadow,
     "x-picker-canary": _one_route_by_header,
     "weight=5": _two_backends,
     "weight=100": _everything,

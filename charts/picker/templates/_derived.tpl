@@ -88,6 +88,7 @@ Envoy takes at most an hour. */ -}}
 {{- $extproc := dict "host" .Values.listenAddress "tls" $tls -}}
 {{- $_ := set $extproc "port" .Values.ports.extProc -}}
 {{- $_ := set $extproc "health_port" .Values.ports.health -}}
+{{- if .Values.shadow }}{{ $_ := set $extproc "shadow" true }}{{ end -}}
 {{- $derived := dict "extproc" $extproc "admin" $admin "policy" $policy "pool" (dict "kubernetes" $kubernetes) -}}
 {{- $_ := set $derived "queue" (dict "drain_grace" .Values.drainSeconds) -}}
 {{- $_ := set $derived "log" (dict "format" "json") -}}
