@@ -29,6 +29,7 @@ from picker.simulation.prompts import DEFAULT_TOKENIZER, PromptEncoder, PromptEr
 from picker.simulation.token_blocks import EventRecorder, TokenTable
 
 VERSION = "0.32.0"
+_CLIENT_GONE = 499
 _MAX_BODY = 128 * 1024 * 1024
 _UNRECORDED = ("/metrics", "/health", "/ping", "/version", "/kv_event_sources")
 
@@ -254,10 +255,10 @@ class MockEngine:
             body = await request.read()
             served.body_sha256, served.body_bytes = hashlib.sha256(body).hexdigest(), len(body)
             response = await self._answer(request, handler)
-            served.status = response.status
+            served.status = served.status or response.status
             return response
-        except (asyncio.CancelledError, ConnectionError):
-            served.status = 499
+        except asyncio.CancelledError:
+            served.status = _CLIENT_GONE
             raise
         finally:
             served.completion = next(self._completions)
@@ -305,7 +306,7 @@ class MockEngine:
                     if call.stream
                     else self._whole(call, generations, started)
                 )
-            reason = "length"
+            reason = "abort" if call.served.status == _CLIENT_GONE else "length"
         finally:
             self._stats.finished[reason] += len(jobs)
         if not response.prepared:
@@ -385,20 +386,26 @@ class MockEngine:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", **self._own_headers(request)}
         )
-        await response.prepare(request)
-        lock = asyncio.Lock()
         try:
-            async with asyncio.TaskGroup() as choices:
-                for index, generation in enumerate(generations):
-                    choices.create_task(self._stream_choice(response, lock, call, index, generation, started))
-        except* ConnectionError as gone:
-            raise ConnectionResetError("the client went away") from gone
+            await response.prepare(request)
+            await self._write_stream(response, call, generations, started)
+        except* ConnectionError:
+            # Leaving the block that called this aborts the jobs; there is nobody left to tell.
+            call.served.status = _CLIENT_GONE
+        return response
+
+    async def _write_stream(
+        self, response: web.StreamResponse, call: _Call, generations: list[Generation], started: float
+    ) -> None:
+        lock = asyncio.Lock()
+        async with asyncio.TaskGroup() as choices:
+            for index, generation in enumerate(generations):
+                choices.create_task(self._stream_choice(response, lock, call, index, generation, started))
         usage = self._account(call, generations)
         if call.include_usage:
             await response.write(_event({**self._chunk_envelope(call), "choices": [], "usage": usage}))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        return response
 
     async def _stream_choice(
         self,

@@ -246,3 +246,18 @@ async def test_prefill_time_follows_the_uncached_tokens(client: aiohttp.ClientSe
             await complete(client, engine, prompt=[7] * 1600, max_tokens=1)
             spent.append(engine.model.stats.busy_seconds - before)
     assert spent == [pytest.approx(0.0161), pytest.approx(0.00026)]
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_is_no_error(
+    client: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = MockEngineSettings(prefill_rate=1e7, iteration_time=0.001)
+    body = {"model": "tiny", "prompt": ["one", "two"], "max_tokens": 20_000, "stream": True}
+    async with MockEngine(settings) as engine:
+        async with client.post(engine.addresses.url + "/v1/completions", json=body) as response:
+            await response.content.readline()
+        await until(lambda: not engine.model.running)
+        await until(lambda: engine.served[0].completion is not None)
+        assert engine.served[0].status == 499
+        assert engine.model.stats.aborted == 2
+    assert not caplog.records
