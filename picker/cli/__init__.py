@@ -23,6 +23,10 @@ COMMANDS = {
         "Show the pool, the queues and their deficits of a running picker.",
     ),
     "taint": ("picker.cli.taint:taint", "Taint a pod, or take a taint off it."),
+    "demo": (
+        "picker.simulation.demo:demo_command",
+        "See weighted shares on this machine: mock engines, Picker and a real Envoy.",
+    ),
     "mock-engine": (
         "picker.simulation.mock_command:mock_engine_command",
         "Run a mock vLLM server, without a GPU.",
