@@ -193,6 +193,11 @@ class ClassSettings:
     max_queue_wait: Seconds | None = Field(
         default=None, description="Seconds a request may wait; then it gets 429. Without it, no bound."
     )
+    shed_unreachable: Switch = Field(
+        default=False,
+        description="Give 429 to a request as soon as its first token cannot come before its target"
+        " (`x-picker-ttft-ms`) any more, even from an idle endpoint. No effect until rates are learned.",
+    )
     wspt_aging: Seconds | None = Field(
         default=None,
         description="Only for `wspt`: seconds; no request is overtaken by one that arrives more than this"

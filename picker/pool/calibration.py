@@ -43,6 +43,11 @@ class Calibration:
         rate = self._rates.get(slot)
         return rate / self._typical if rate and self._typical else 1.0
 
+    def relative_speeds(self) -> dict[int, float]:
+        """Those of all endpoints that are known to differ from 1.0, by slot."""
+        typical = self._typical
+        return {slot: rate / typical for slot, rate in self._rates.items()} if typical else {}
+
     def pool_changed(self, change: PoolChange) -> None:
         for endpoint in change.removed:
             self._samples.pop(endpoint.slot, None)

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
 from picker.policy.model import CostWeights, Policy, PolicyClass
 from picker.pool.endpoint import Endpoint
 from picker.pool.pool import PoolChange
+from picker.queueing.blocked import BlockedTime
 from picker.queueing.busy import BusyGate, BusyGates
 from picker.queueing.class_queue import ClassQueue, Tick
+from picker.queueing.deadlines import Deadlines
 from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
 from picker.queueing.lanes import Lanes
 from picker.queueing.orders import order_named
+from picker.queueing.refusals import SHUTTING_DOWN, Refusal, no_endpoint, over_limit, wait_is_over
 from picker.queueing.request_queue import CacheLook, OrderContext, RequestQueue
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work, WorkState
-from picker.selection.constraints import Constraints, Ineligible
-from picker.selection.selector import Eligibility, Selector
+from picker.selection.constraints import Constraints
+from picker.selection.selector import Selector
 
 _DEFAULT_WEIGHTS = CostWeights()
+_HOPELESS = (DropReason.NO_ENDPOINT, DropReason.PIN_NOT_ALLOWED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +44,6 @@ class QueueLimits:
     min_retry_after: float = 1.0
     max_retry_after: float = 60.0
     retry_after: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Limit:
-    """One of a class's three limits: what of it is used, and what a request must find."""
-
-    reason: DropReason
-    what: str
-    used: int
-    per_endpoint: int | None
 
 
 class AdmissionQueue:
@@ -67,11 +60,15 @@ class AdmissionQueue:
         self._ledger = selector.ledger
         self._tick = Tick()
         self._gates = BusyGates()
+        # The classes with a backlog, and all classes in the policy's order.
         self._ring: DeficitRoundRobin[ClassQueue] = DeficitRoundRobin()
         self._flows: dict[tuple[str, str], Flow[ClassQueue]] = {}
-        self._deadlines: list[tuple[float, int, Work]] = []
+        self._deadlines = Deadlines()
+        self._blocked = BlockedTime()
         self._serial = count()
-        self._stranded: list[Work] = []
+        # What has changed since the last poll: the pool, or anything that may let a waiting request go.
+        self._pool_moved = False
+        self._unsettled = False
         self._everybody = sum(endpoint.bit for endpoint in self._pool)
         self.policy = policy
         self.reload(policy, 0.0)
@@ -82,23 +79,24 @@ class AdmissionQueue:
 
     def submit(self, work: Work, now: float) -> list[Outcome]:
         """A request joins. Its own outcome is among those returned unless it has to wait."""
+        outcomes = self.poll(now) if self._unsettled or self._deadlines.first() <= now else []
+        self._tick.now = now
         work.sequence = next(self._serial)
-        flow = self._flows[work.policy_class.key]
+        flow = self._flow_of(work)
         flow.queue.stats.arrived += 1
-        refusal = self._refusal(work, flow.queue, now)
+        refusal = self._hopeless(work, now) or self._no_room(work, flow.queue)
         if refusal is not None:
-            return [self._drop(work, *refusal, now)]
-        flow.queue.add(work)
-        work.state = WorkState.WAITING
-        if work.deadline < inf:
-            heappush(self._deadlines, (work.deadline, work.sequence, work))
-        return self.poll(now)
+            outcomes.append(self._drop(work, refusal, now))
+            return outcomes
+        self._wait(work, flow)
+        outcomes += self.poll(now)
+        return outcomes
 
     def cancel(self, work: Work) -> bool:
         """The client is gone: a waiting request leaves at once and is never charged. False if it did not wait."""
         if work.state is not WorkState.WAITING:
             return False
-        flow = self._flows[work.policy_class.key]
+        flow = self._flow_of(work)
         self._take_out(work, flow)
         work.state = WorkState.CANCELLED
         flow.queue.stats.cancelled += 1
@@ -108,40 +106,44 @@ class AdmissionQueue:
         """A dispatch failed after the fact: refund the charge, free the booking, and let the request go first."""
         work = released.work
         self._ledger.release(released.booking)
-        flow = self._flows[work.policy_class.key]
-        flow.queue.give_back(work)
-        flow.queue.stats.refunded += 1
-        flow.deficit += work.cost
-        work.state = WorkState.WAITING
+        self._tick.now = now
+        self._refund(work)
+        refusal = self._hopeless(work, now, waiting=True)
+        if refusal is not None:
+            return [self._drop(work, refusal, now), *self.poll(now)]
+        self._wait(work, self._flow_of(work), returned=True)
         return self.poll(now)
 
     def withdraw(self, released: Released) -> None:
         """The client left in the moment of its dispatch: nobody is charged and nothing is booked."""
         work = released.work
         self._ledger.release(released.booking)
-        flow = self._flows.get(work.policy_class.key)
-        if flow is not None:
-            flow.queue.stats.cancelled += 1
-            if len(flow.queue):
-                flow.deficit += work.cost
+        self._refund(work)
+        self._flow_of(work).queue.stats.cancelled += 1
         work.state = WorkState.CANCELLED
 
     def settle(self, work: Work, output_tokens: int) -> None:
         """The output of a request charged by estimate is known: its class pays or gets the difference."""
-        charge = work.policy_class.output_charge
         flow = self._flows.get(work.policy_class.key)
-        if charge and flow is not None and len(flow.queue):
-            flow.deficit -= round(charge * (output_tokens - work.expected_output_tokens))
+        if flow is None or not work.output_charge:
+            return
+        too_much = work.cost - work.cost_of(output_tokens)
+        flow.queue.stats.settled_cost -= too_much
+        self._correct(work, flow, too_much)
 
     # --- time and change --------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Outcome]:
         """End the waits that are over and dispatch everything that can go."""
-        outcomes: list[Outcome] = [self._no_endpoint(work, now) for work in self._drain_stranded()]
-        outcomes.extend(self._expire(now))
         self._tick.now = now
+        outcomes: list[Outcome] = []
+        if self._pool_moved:
+            outcomes.extend(self._strand(now))
+        outcomes.extend(self._expire(now))
         while not self._gates.saturated(self._everybody) and (turn := self._ring.choose()) is not None:
             outcomes.append(self._dispatch(turn, now))
+        self._unsettled = False
+        self._blocked.look((flow.queue for flow in self._ring), self._everybody, now)
         return outcomes
 
     def reported(self, endpoint: Endpoint) -> None:
@@ -150,52 +152,46 @@ class AdmissionQueue:
 
     def next_wakeup(self) -> float:
         """When `poll` must be called at the latest: the end of a wait or of a hold. Infinity: never."""
-        while self._deadlines and self._deadlines[0][2].state is not WorkState.WAITING:
-            heappop(self._deadlines)
-        first = self._deadlines[0][0] if self._deadlines else inf
-        held = (flow.queue.held_until() for flow in self._ring.flows if flow.queue.dynamic)
-        return min(first, min(held, default=inf))
+        held = (flow.queue.held_until() for flow in self._ring if flow.queue.dynamic)
+        return min(self._deadlines.first(), min(held, default=inf))
 
     def shut_down(self, now: float) -> list[Outcome]:
         """Refuse everybody who waits, and whoever comes from now on."""
         self.shutting_down = True
-        waiting = [work for flow in self._ring.flows for work in flow.queue]
+        self._tick.now = now
+        waiting = [(work, flow) for flow in self._ring for work in flow.queue]
         outcomes: list[Outcome] = []
-        for work in waiting:
-            self._take_out(work, self._flows[work.policy_class.key])
-            outcomes.append(
-                self._drop(work, DropReason.SHUTTING_DOWN, "the endpoint picker is shutting down", now)
-            )
+        for work, flow in waiting:
+            self._take_out(work, flow)
+            outcomes.append(self._drop(work, SHUTTING_DOWN, now))
         return outcomes
 
     def reload(self, policy: Policy, now: float) -> list[Outcome]:
         """Take a new policy. Nobody is lost: a class that keeps its order keeps its queue and its deficit, the
         requests of others join the classes that they now resolve to, in order of arrival.
         """
-        old, homeless = self._flows, []
+        self._tick.now = now
+        self.policy = policy
         self._gates = BusyGates()
-        self._flows = {}
+        old, self._flows = self._flows, {}
+        homeless: list[Work] = []
         for policy_class in policy.classes():
             kept = old.pop(policy_class.key, None)
             if kept is not None and _same_order(kept.queue.policy_class, policy_class):
                 self._adopt(kept, policy_class)
             else:
-                if kept is not None:
-                    homeless += list(kept.queue)
-                self._flows[policy_class.key] = self._new_flow(policy_class)
-        homeless += [work for flow in old.values() for work in flow.queue]
-        self._rebuild_ring()
-        self.policy = policy
+                homeless += self._evict(kept) if kept is not None else []
+                self._flows[policy_class.key] = self._new_flow(policy_class, kept)
+        for gone in old.values():
+            homeless += self._evict(gone)
         for work in sorted(homeless, key=lambda work: work.sequence):
-            profile = policy.profile(work.model)
-            work.policy_class = profile.resolve(work.class_hint, work.uncached_tokens)
-            self._flows[work.policy_class.key].queue.add(work)
+            self._wait(work, self._resolve(work))
         return self.poll(now)
 
     # --- for those who look -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return sum(len(flow.queue) for flow in self._ring.flows)
+        return sum(len(flow.queue) for flow in self._ring)
 
     def flows(self) -> list[Flow[ClassQueue]]:
         """The classes in the policy's order, with their deficits. Read only."""
@@ -205,126 +201,138 @@ class AdmissionQueue:
         """Seconds until what waits in the class now is served at the rate at which it lately was."""
         queue = self._flows[policy_class.key].queue
         rate = queue.drain.per_second(now)
-        waiting = queue.stats.waiting_tokens - queue.stats.waiting_cached_tokens
-        seconds = waiting / rate if rate > 0 else self.limits.retry_after
+        seconds = queue.stats.waiting_cost / rate if rate > 0 else self.limits.retry_after
         return min(max(seconds, self.limits.min_retry_after), self.limits.max_retry_after)
 
-    # --- how --------------------------------------------------------------------------------------------
+    # --- coming -----------------------------------------------------------------------------------------
 
-    def _refusal(self, work: Work, queue: ClassQueue, now: float) -> tuple[DropReason, str] | None:
+    def _flow_of(self, work: Work) -> Flow[ClassQueue]:
+        """The request's class as it is now; one that a reload has removed or renumbered is resolved again."""
+        flow = self._flows.get(work.policy_class.key)
+        if flow is None:
+            return self._resolve(work)
+        work.policy_class = flow.queue.policy_class
+        return flow
+
+    def _resolve(self, work: Work) -> Flow[ClassQueue]:
+        """Find the request's class anew."""
+        work.policy_class = self.policy.profile(work.model).resolve(work.class_hint, work.uncached_tokens)
+        return self._flows[work.policy_class.key]
+
+    def _hopeless(self, work: Work, now: float, *, waiting: bool = False) -> Refusal | None:
         """Why a request cannot even wait, in the order in which the causes are looked for."""
         if self.shutting_down:
-            return DropReason.SHUTTING_DOWN, "the endpoint picker is shutting down"
-        eligibility = self.selector.eligible(work.demand.constraints)
+            return SHUTTING_DOWN
+        constraints = work.demand.constraints
+        eligibility = self.selector.eligible(constraints, waiting=waiting)
         if not eligibility.mask:
-            return self._nobody(work.demand.constraints, eligibility)
-        if now >= work.deadline:
-            return DropReason.DEADLINE, "the request's time in the queue is over"
-        if queue.backlog(work) or not eligibility.mask & ~queue.gate.busy:
-            return self._over_limit(queue)
+            return no_endpoint(self._pool, constraints, eligibility)
+        until, reason = self._end_of_wait(work)
+        return wait_is_over(work.policy_class, now - work.arrival, reason) if now >= until else None
+
+    def _no_room(self, work: Work, queue: ClassQueue) -> Refusal | None:
+        """Who would have to wait must find the class below its limits."""
+        mask = self.selector.eligible(work.demand.constraints).mask
+        if queue.backlog(work) or not mask & ~queue.gate.busy:
+            return over_limit(queue.stats, queue.policy_class, len(self._pool))
         return None
 
-    def _nobody(self, constraints: Constraints, eligibility: Eligibility) -> tuple[DropReason, str]:
-        if constraints.pin is not None and constraints.allow:
-            pinned = Constraints(pin=constraints.pin)
-            for endpoint in self._pool:
-                named = pinned.refuse(endpoint) is not Ineligible.NOT_PINNED
-                if named and eligibility.refused.get(endpoint.slot) is Ineligible.NOT_ALLOWED:
-                    return (
-                        DropReason.PIN_NOT_ALLOWED,
-                        "the pinned endpoint is not in the request's allow-list",
-                    )
-        if not len(self._pool):
-            return DropReason.NO_ENDPOINT, "the pool has no endpoints"
-        tally: dict[str, int] = {}
-        for reason in eligibility.refused.values():
-            tally[reason] = tally.get(reason, 0) + 1
-        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(tally.items()))
-        return DropReason.NO_ENDPOINT, f"no endpoint may take this request ({reasons})"
+    def _wait(self, work: Work, flow: Flow[ClassQueue], *, returned: bool = False) -> None:
+        if not flow.period:
+            self._ring.join(flow)
+            self._blocked.begin(flow.queue, self._tick.now)
+        if returned:
+            flow.queue.give_back(work)
+        else:
+            flow.queue.add(work)
+        work.state = WorkState.WAITING
+        self._deadlines.set(work, self._end_of_wait(work)[0])
 
-    def _over_limit(self, queue: ClassQueue) -> tuple[DropReason, str] | None:
-        """Limits are value x endpoints and are compared before adding: who finds room is let in whole."""
-        stats, policy_class = queue.stats, queue.policy_class
-        endpoints = len(self._pool)
-        for limit in (
-            _Limit(
-                DropReason.QUEUE_FULL_REQUESTS,
-                "requests",
-                stats.waiting_requests,
-                policy_class.request_queue_limit_per_worker,
-            ),
-            _Limit(
-                DropReason.QUEUE_FULL_RAW_TOKENS,
-                "prompt tokens",
-                stats.waiting_tokens,
-                policy_class.raw_isl_token_queue_limit_per_worker,
-            ),
-            _Limit(
-                DropReason.QUEUE_FULL_CACHED_TOKENS,
-                "cached prompt tokens",
-                stats.waiting_cached_tokens,
-                policy_class.cached_token_queue_limit_per_worker,
-            ),
-        ):
-            if limit.per_endpoint is not None and limit.used >= limit.per_endpoint * endpoints:
-                return limit.reason, (
-                    f"class {policy_class.label} has {limit.used} {limit.what} waiting, its limit for"
-                    f" {endpoints} endpoints is {limit.per_endpoint * endpoints}"
-                )
-        return None
+    def _end_of_wait(self, work: Work) -> tuple[float, DropReason]:
+        """When the request must be refused if it still waits then, and why."""
+        at, reason = work.deadline, DropReason.DEADLINE
+        if work.policy_class.shed_unreachable and work.ttft_deadline < inf:
+            mask = self._waiting_mask(work.demand.constraints)
+            seconds = self.selector.prefill_seconds(work.uncached_tokens, mask)
+            if seconds is not None and work.ttft_deadline - seconds < at:
+                at, reason = work.ttft_deadline - seconds, DropReason.TTFT_UNREACHABLE
+        return at, reason
 
-    def _dispatch(self, turn: Turn, now: float) -> Released:
-        flow = self._ring.flows[turn.position]
+    # --- going ------------------------------------------------------------------------------------------
+
+    def _dispatch(self, turn: Turn[ClassQueue], now: float) -> Released:
+        flow = turn.flow
         queue = flow.queue
         before, after = self._ring.charge(turn)
         work, eligible = queue.pop()
-        if not len(queue):
-            flow.emptied()
-        weights = queue.policy_class.selection or _DEFAULT_WEIGHTS
-        decision = self.selector.choose(work.demand, eligible & ~queue.gate.full, weights)
-        booking = self._ledger.book(decision.endpoint, decision.chosen.uncached_tokens, now)
         work.state = WorkState.RELEASED
-        queue.stats.dispatched_requests += 1
-        queue.stats.dispatched_cost += work.cost
-        queue.stats.dispatched_tokens += work.demand.raw_tokens
+        work.period = flow.period
+        self._gone(work, flow)
+        weights = queue.policy_class.selection or _DEFAULT_WEIGHTS
+        decision = self.selector.choose(work.demand, eligible & ~queue.gate.full, weights, waiting=True)
+        booking = self._ledger.book(decision.endpoint, decision.chosen.uncached_tokens, now)
+        self._blocked.given |= decision.endpoint.bit
+        queue.stats.dispatched(work)
         queue.drain.add(work.cost, now)
         return Released(work, decision, booking, now - work.arrival, before, after)
 
     def _expire(self, now: float) -> Iterator[Outcome]:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            work = heappop(self._deadlines)[2]
-            if work.state is WorkState.WAITING:
-                self._take_out(work, self._flows[work.policy_class.key])
-                waited = f"the request waited {now - work.arrival:.1f} s in class {work.policy_class.label}"
-                yield self._drop(work, DropReason.DEADLINE, f"{waited}, its limit", now)
+        while (work := self._deadlines.pop_due(now)) is not None:
+            until, reason = self._end_of_wait(work)
+            if until > now:
+                self._deadlines.set(work, until)
+                continue
+            self._take_out(work, self._flow_of(work))
+            yield self._drop(work, wait_is_over(work.policy_class, now - work.arrival, reason), now)
 
-    def _drop(self, work: Work, reason: DropReason, message: str, now: float) -> Dropped:
+    def _strand(self, now: float) -> Iterator[Outcome]:
+        """The pool has changed: refuse those whom nobody can take any more."""
+        self._pool_moved = False
+        for flow in list(self._ring):
+            for work in flow.queue.reexamine():
+                self._gone(work, flow)
+                constraints = work.demand.constraints
+                eligibility = self.selector.eligible(constraints, waiting=True)
+                yield self._drop(work, no_endpoint(self._pool, constraints, eligibility), now)
+
+    def _drop(self, work: Work, refusal: Refusal, now: float) -> Dropped:
         work.state = WorkState.DROPPED
-        dropped = self._flows[work.policy_class.key].queue.stats.dropped
-        dropped[reason] = dropped.get(reason, 0) + 1
-        hopeless = reason in (DropReason.NO_ENDPOINT, DropReason.PIN_NOT_ALLOWED)
-        retry_after = None if hopeless else self.retry_after(work.policy_class, now)
-        return Dropped(work, reason, message, retry_after)
-
-    def _no_endpoint(self, work: Work, now: float) -> Dropped:
-        constraints = work.demand.constraints
-        return self._drop(work, *self._nobody(constraints, self.selector.eligible(constraints)), now)
+        self._flow_of(work).queue.stats.drop(refusal.reason)
+        retry_after = None if refusal.reason in _HOPELESS else self.retry_after(work.policy_class, now)
+        return Dropped(work, refusal.reason, refusal.message, retry_after)
 
     def _take_out(self, work: Work, flow: Flow[ClassQueue]) -> None:
+        """A waiting request leaves the queue without being served; what it held up may go at the next poll."""
         flow.queue.remove(work)
-        if not len(flow.queue):
-            flow.emptied()
+        self._gone(work, flow)
+        self._unsettled = True
 
-    def _drain_stranded(self) -> list[Work]:
-        stranded, self._stranded = self._stranded, []
-        return [work for work in stranded if work.state is WorkState.WAITING]
+    def _gone(self, work: Work, flow: Flow[ClassQueue]) -> None:
+        """A request has left its queue, which may be empty now."""
+        self._deadlines.discard(work)
+        if not len(flow.queue) and flow.period:
+            self._blocked.count(flow.queue, self._everybody, self._tick.now)
+            self._ring.leave(flow)
 
-    # --- what the engines, the ledger and the pool tell ---------------------------------------------------------------
+    def _refund(self, work: Work) -> None:
+        flow = self._flows.get(work.policy_class.key)
+        if flow is None:
+            return
+        flow.queue.stats.refund(work)
+        flow.queue.drain.add(-work.cost, self._tick.now)
+        self._correct(work, flow, work.cost)
+
+    def _correct(self, work: Work, flow: Flow[ClassQueue], amount: int) -> None:
+        self._ring.correct(flow, work.period, amount)
+        flow.queue.correct(work, amount)
+
+    # --- what the ledger and the pool tell ---------------------------------------------------------------
 
     def _load_changed(self, endpoint: Endpoint) -> None:
         load = self._ledger.load(endpoint.slot)
         for gate in self._gates:
             gate.update(endpoint, load)
+        self._unsettled = True
 
     def _pool_changed(self, change: PoolChange) -> None:
         for endpoint in change.removed:
@@ -333,14 +341,12 @@ class AdmissionQueue:
         for endpoint in (*change.added, *change.changed):
             self._load_changed(endpoint)
         self._everybody = sum(endpoint.bit for endpoint in self._pool)
-        for flow in self._ring.flows:
-            self._stranded += flow.queue.reexamine()
-            if not len(flow.queue):
-                flow.emptied()
+        self._pool_moved = self._unsettled = True
 
     # --- building ---------------------------------------------------------------------------------------
 
-    def _new_flow(self, policy_class: PolicyClass) -> Flow[ClassQueue]:
+    def _new_flow(self, policy_class: PolicyClass, predecessor: Flow[ClassQueue] | None) -> Flow[ClassQueue]:
+        """A class without requests; the counters of an (evicted) one of that name go on."""
         context = OrderContext(policy_class, self._look)
         order = order_named(policy_class.queue_policy)
 
@@ -352,7 +358,16 @@ class AdmissionQueue:
 
         gate = self._gate(policy_class)
         queue = ClassQueue(policy_class, gate, make_lanes, self.limits.max_tenants, self._tick, order.dynamic)
+        if predecessor is not None:
+            queue.stats, queue.drain = predecessor.queue.stats, predecessor.queue.drain
         return Flow(queue, policy_class.quantum)
+
+    def _evict(self, flow: Flow[ClassQueue]) -> list[Work]:
+        """Take everybody out of a class that is no more."""
+        works = list(flow.queue)
+        for work in works:
+            self._take_out(work, flow)
+        return works
 
     def _adopt(self, flow: Flow[ClassQueue], policy_class: PolicyClass) -> None:
         """A class that lives on under new numbers, with its requests and its deficit."""
@@ -365,11 +380,6 @@ class AdmissionQueue:
         for endpoint in self._pool:
             gate.update(endpoint, self._ledger.load(endpoint.slot))
         return gate
-
-    def _rebuild_ring(self) -> None:
-        self._ring = DeficitRoundRobin()
-        for flow in self._flows.values():
-            self._ring.add(flow)
 
     def _waiting_mask(self, constraints: Constraints) -> int:
         return self.selector.eligible(constraints, waiting=True).mask

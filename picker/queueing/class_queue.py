@@ -4,51 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from math import exp, inf
+from math import inf
 
 from picker.policy.model import PolicyClass
 from picker.queueing.busy import BusyGate
+from picker.queueing.class_stats import ClassStats, DrainRate
 from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
 from picker.queueing.lanes import Lane, Lanes
 from picker.queueing.work import Work
 
 # Tenants beyond the limit share the turns of this one.
 OTHER_TENANTS = "(other)"
-
-
-@dataclass(slots=True)
-class DrainRate:
-    """How much a class has sent lately: cost per second, exponentially forgotten over `horizon` seconds."""
-
-    horizon: float = 30.0
-    _total: float = 0.0
-    _at: float = 0.0
-
-    def add(self, cost: int, now: float) -> None:
-        self._total = self._decayed(now) + cost
-        self._at = now
-
-    def per_second(self, now: float) -> float:
-        return self._decayed(now) / self.horizon
-
-    def _decayed(self, now: float) -> float:
-        return self._total * exp(-max(0.0, now - self._at) / self.horizon)
-
-
-@dataclass(slots=True)
-class ClassStats:
-    """Gauges of now (waiting_*) and counters since the start."""
-
-    waiting_requests: int = 0
-    waiting_tokens: int = 0
-    waiting_cached_tokens: int = 0
-    arrived: int = 0
-    dispatched_requests: int = 0
-    dispatched_cost: int = 0
-    dispatched_tokens: int = 0
-    cancelled: int = 0
-    refunded: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -78,8 +44,7 @@ class ClassQueue:
     """One class in the ring.
 
     With `fair_tenants` its turns are shared between tenants by the same deficit round robin, every tenant with
-    the class's quantum. A tenant is in the inner ring only while it waits: it joins behind everybody else with
-    a deficit of 0, so that nobody saves up credit.
+    the class's quantum. A tenant that does not wait is forgotten, so that nobody saves up credit.
     """
 
     policy_class: PolicyClass
@@ -91,9 +56,13 @@ class ClassQueue:
     dynamic: bool
     stats: ClassStats = field(default_factory=ClassStats)
     drain: DrainRate = field(default_factory=DrainRate)
+    # Kept by `BlockedTime`.
+    counted_until: float = 0.0
+    counted_dispatches: int = 0
     _tenants: dict[str, Flow[TenantQueue]] = field(default_factory=dict)
+    _tenant_of: dict[Work, str] = field(default_factory=dict)
     _ring: DeficitRoundRobin[TenantQueue] = field(default_factory=DeficitRoundRobin)
-    _turn: Turn | None = None
+    _turn: Turn[TenantQueue] | None = None
     _head: int | None = None
     # `_head` and `_turn` hold until requests come or go, or an endpoint of the gate turns busy or free.
     _stale: bool = True
@@ -110,28 +79,23 @@ class ClassQueue:
 
     def backlog(self, work: Work) -> bool:
         """Is anybody waiting where this request would join?"""
-        flow = self._tenants.get(self._tenant_of(work))
+        flow = self._tenants.get(self._tenant_for(work))
         return flow is not None and flow.queue.lanes.backlog(work.demand.constraints)
 
     def add(self, work: Work) -> None:
-        self._flow_for(work).queue.lanes.add(work)
-        self._count(work, 1)
+        self._join(work).lanes.add(work)
 
     def give_back(self, work: Work) -> None:
         """A dispatch failed after the pop: the request returns to the front."""
-        self._flow_for(work).queue.lanes.give_back(work)
-        self._count(work, 1)
+        self._join(work).lanes.give_back(work)
 
     def remove(self, work: Work) -> None:
         """A waiting request leaves without being served. KeyError when it does not wait here."""
-        tenant = self._tenant_of(work)
-        self._tenants[tenant].queue.lanes.remove(work)
-        self._left(tenant, work)
+        self._tenants[self._tenant_of[work]].queue.lanes.remove(work)
+        self._left(work)
 
     def head(self) -> int | None:
         """The cost of what this class would send next; None when nothing can go. Changes no deficit."""
-        if not self.stats.waiting_requests:
-            return None
         gate = self.gate
         if self.dynamic and self._refreshed_at != self.tick.now:
             self._refresh()
@@ -143,7 +107,7 @@ class ClassQueue:
         """Take out what `head` spoke of, charge its tenant, and tell the mask of endpoints that may serve it."""
         if self._turn is None:
             raise IndexError("no request of this class can go")
-        flow = self._ring.flows[self._turn.position]
+        flow = self._turn.flow
         lane = flow.queue.candidate
         if lane is None:
             raise IndexError("no request of this tenant can go")
@@ -151,24 +115,42 @@ class ClassQueue:
             self._ring.charge(self._turn)
         eligible = lane.eligible
         work = flow.queue.lanes.pop(lane)
-        self._left(self._tenant_of(work), work)
+        work.tenant_period = flow.period
+        self._left(work)
         return work, eligible
+
+    def correct(self, work: Work, amount: int) -> None:
+        """The charge of a request that has gone turns out too high by `amount`: its tenant gets that back."""
+        if not self.policy_class.fair_tenants:
+            return
+        flow = self._tenants.get(work.tenant) or self._tenants.get(OTHER_TENANTS)
+        if flow is not None:
+            self._ring.correct(flow, work.tenant_period, amount)
+            self._stale = True
 
     def reexamine(self) -> list[Work]:
         """The pool has changed. Returns, removed, the requests that no endpoint can take now."""
         stranded: list[Work] = []
-        for tenant, flow in list(self._tenants.items()):
-            gone = flow.queue.lanes.reexamine()
-            for work in gone:
-                self._left(tenant, work)
-            stranded += gone
+        for flow in self._tenants.values():
+            stranded += flow.queue.lanes.reexamine()
+        for work in stranded:
+            self._left(work)
         self._stale = True
         return stranded
 
     def held_until(self) -> float:
-        """When the first held head may go, infinity if none is held."""
-        held = (flow.queue.lanes.held_until() for flow in self._tenants.values())
-        return min((until for until in held if until), default=inf)
+        """When the first held head may go, infinity if none is held. A hold that is over does not count, even
+        where nobody has had room to see that.
+        """
+        held = (flow.queue.lanes.held_until(self.tick.now) for flow in self._tenants.values())
+        return min(held, default=inf)
+
+    def reach(self) -> int:
+        """The endpoints that any of the requests that are next in their lanes may use."""
+        mask = 0
+        for flow in self._tenants.values():
+            mask |= flow.queue.lanes.reach()
+        return mask
 
     def adopt(self, policy_class: PolicyClass, gate: BusyGate) -> None:
         """Live on under a class with other numbers but the same order."""
@@ -208,30 +190,28 @@ class ClassQueue:
         self._turn = self._ring.choose()
         self._head = self._turn.cost if self._turn else None
 
-    def _tenant_of(self, work: Work) -> str:
+    def _tenant_for(self, work: Work) -> str:
         if not self.policy_class.fair_tenants:
             return ""
         known = work.tenant in self._tenants or len(self._tenants) < self.max_tenants
         return work.tenant if known else OTHER_TENANTS
 
-    def _flow_for(self, work: Work) -> Flow[TenantQueue]:
-        tenant = work.tenant = self._tenant_of(work)
+    def _join(self, work: Work) -> TenantQueue:
+        tenant = self._tenant_of[work] = self._tenant_for(work)
         flow = self._tenants.get(tenant)
         if flow is None:
             queue = TenantQueue(self.make_lanes(), self.gate, self.tick)
             flow = self._tenants[tenant] = Flow(queue, self.policy_class.quantum)
-            self._ring.add(flow)
-        return flow
+            self._ring.join(flow)
+        self.stats.count(work, 1)
+        self._stale = True
+        return flow.queue
 
-    def _left(self, tenant: str, work: Work) -> None:
-        self._count(work, -1)
+    def _left(self, work: Work) -> None:
+        tenant = self._tenant_of.pop(work)
         flow = self._tenants[tenant]
         if self.policy_class.fair_tenants and not len(flow.queue.lanes):
             del self._tenants[tenant]
-            self._ring.remove(flow)
-
-    def _count(self, work: Work, sign: int) -> None:
-        self.stats.waiting_requests += sign
-        self.stats.waiting_tokens += sign * work.demand.raw_tokens
-        self.stats.waiting_cached_tokens += sign * work.cached_tokens
+            self._ring.leave(flow)
+        self.stats.count(work, -1)
         self._stale = True

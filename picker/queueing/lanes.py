@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
 
 from picker.kvcache.matching import slots_of
 from picker.queueing.request_queue import Rank, RequestQueue
@@ -30,6 +32,10 @@ class Lane:
     indexed: int = 0
 
 
+# Rank of the head, a serial number for ties, the lane's stamp then, the lane.
+_Candidate = tuple[Rank, int, int, Lane]
+
+
 @dataclass(slots=True)
 class LaneStats:
     """examined: how often a lane's head was tested for dispatchability. overflowed: requests in the common lane."""
@@ -43,7 +49,8 @@ class Lanes:
     """The lanes of one flow, with the best dispatchable head at hand.
 
     At most `max_lanes` exist. Further constraints share one overflow lane, where the head's constraints decide:
-    no order is broken and nobody starves, only its requests can block one another.
+    no order is broken and nobody starves, only its requests can block one another. While requests with certain
+    constraints wait there, later ones with the same join them, even if there is room for a lane by then.
     """
 
     make_queue: Callable[[], RequestQueue]
@@ -52,8 +59,9 @@ class Lanes:
     stats: LaneStats = field(default_factory=LaneStats)
     _lanes: dict[Constraints, Lane] = field(default_factory=dict)
     _overflow: Lane | None = None
+    _overflowed: Counter[Constraints] = field(default_factory=Counter)
     _where: dict[Work, Lane] = field(default_factory=dict)
-    _candidates: list[tuple[Rank, int, int, Lane]] = field(default_factory=list)
+    _candidates: list[_Candidate] = field(default_factory=list)
     _by_slot: dict[int, dict[Lane, None]] = field(default_factory=dict)
     _serial: Iterator[int] = field(default_factory=count)
 
@@ -67,8 +75,7 @@ class Lanes:
 
     def backlog(self, constraints: Constraints) -> bool:
         """Is anybody waiting in the lane that such a request would join?"""
-        lane = self._lanes.get(constraints) or self._overflow
-        return lane is not None and bool(lane.queue)
+        return self._lane_of(constraints) is not None
 
     def add(self, work: Work) -> None:
         self._join(work, returned=False)
@@ -79,9 +86,12 @@ class Lanes:
 
     def remove(self, work: Work) -> None:
         """Take a waiting request out. KeyError when it does not wait here."""
-        lane = self._where.pop(work)
+        lane = self._where[work]
+        head = lane.queue.peek()
         lane.queue.remove(work)
-        self._settle(lane)
+        self._forget(work, lane)
+        if not lane.queue or lane.queue.peek() is not head:
+            self._settle(lane)
 
     def candidate(self, busy: int, now: float) -> Lane | None:
         """The lane whose head is first in the class's order among those that can be dispatched now."""
@@ -90,8 +100,8 @@ class Lanes:
             return sole if self._can_go(sole, busy, now) else None
         heap = self._candidates
         while heap:
-            _, _, stamp, lane = heap[0]
-            if stamp == lane.stamp and not lane.blocked:
+            lane = heap[0][3]
+            if _is_latest(heap[0]):
                 if self._can_go(lane, busy, now):
                     return lane
                 lane.blocked = True
@@ -101,7 +111,7 @@ class Lanes:
 
     def pop(self, lane: Lane) -> Work:
         work = lane.queue.pop()
-        del self._where[work]
+        self._forget(work, lane)
         self._settle(lane)
         return work
 
@@ -122,16 +132,28 @@ class Lanes:
 
     def reexamine(self) -> list[Work]:
         """The pool has changed: ask anew who may use what. Returns, removed, those that nobody can take now."""
-        stranded = [work for work in self._where if not self.eligible(work.demand.constraints)]
+        stranded: list[Work] = []
+        for lane in self._all():
+            if lane.constraints is None:
+                stranded += (work for work in lane.queue if not self.eligible(work.demand.constraints))
+            elif not self.eligible(lane.constraints):
+                stranded += lane.queue
         for work in stranded:
             self.remove(work)
-        for lane in list(self._all()):
+        for lane in self._all():
             self._settle(lane)
         return stranded
 
-    def held_until(self) -> float:
-        """When the first held head may go, 0 if none is held."""
-        return min((until for lane in self._all() if (until := lane.queue.held_until())), default=0.0)
+    def reach(self) -> int:
+        """The endpoints that any lane's head may use."""
+        mask = 0
+        for lane in self._all():
+            mask |= lane.eligible
+        return mask
+
+    def held_until(self, now: float) -> float:
+        """When the first head may go that is held now; infinity if none is."""
+        return min((until for lane in self._all() if (until := lane.queue.held_until()) > now), default=inf)
 
     def _join(self, work: Work, *, returned: bool) -> None:
         lane = self._lane_for(work.demand.constraints)
@@ -144,19 +166,32 @@ class Lanes:
         if lane.queue.peek() is not was_head:
             self._settle(lane)
 
+    def _lane_of(self, constraints: Constraints) -> Lane | None:
+        """The lane where requests with these constraints wait now, if any do."""
+        return self._lanes.get(constraints) or (self._overflow if constraints in self._overflowed else None)
+
     def _lane_for(self, constraints: Constraints) -> Lane:
-        lane = self._lanes.get(constraints)
-        if lane is not None:
-            return lane
-        before = self._sole()
-        if len(self._lanes) < self.max_lanes:
-            lane = self._lanes[constraints] = Lane(self.make_queue(), constraints)
-        else:
+        lane = self._lane_of(constraints)
+        if lane is None:
+            before = self._sole()
+            if len(self._lanes) < self.max_lanes:
+                lane = self._lanes[constraints] = Lane(self.make_queue(), constraints)
+            else:
+                lane = self._overflow = self._overflow or Lane(self.make_queue(), None)
+            if before is not None:
+                self._offer(before)
+        if lane is self._overflow:
             self.stats.overflowed += 1
-            lane = self._overflow = self._overflow or Lane(self.make_queue(), None)
-        if before is not None:
-            self._offer(before)
+            self._overflowed[constraints] += 1
         return lane
+
+    def _forget(self, work: Work, lane: Lane) -> None:
+        del self._where[work]
+        if lane is self._overflow:
+            constraints = work.demand.constraints
+            self._overflowed[constraints] -= 1
+            if not self._overflowed[constraints]:
+                del self._overflowed[constraints]
 
     def _settle(self, lane: Lane) -> None:
         """After a change of a lane's head: offer it as a candidate, or drop the lane when it is empty."""
@@ -170,7 +205,7 @@ class Lanes:
             self._overflow = None
         else:
             del self._lanes[lane.constraints]
-        if len(self._lanes) <= 1 and self._overflow is None:
+        if self._sole() is not None or not self._where:
             self._candidates.clear()
 
     def _sole(self) -> Lane | None:
@@ -185,8 +220,12 @@ class Lanes:
 
     def _offer(self, lane: Lane) -> None:
         lane.blocked = False
-        if self._sole() is None:
-            heappush(self._candidates, (lane.queue.head_rank(), next(self._serial), lane.stamp, lane))
+        if self._sole() is not None:
+            return
+        heappush(self._candidates, (lane.queue.head_rank(), next(self._serial), lane.stamp, lane))
+        if len(self._candidates) > 4 * len(self._lanes) + 64:
+            self._candidates = [entry for entry in self._candidates if _is_latest(entry)]
+            heapify(self._candidates)
 
     def _index(self, lane: Lane, mask: int) -> None:
         """Make `wake` find a blocked lane. Lanes that never block, the usual ones, never pay for this."""
@@ -205,3 +244,8 @@ class Lanes:
         yield from self._lanes.values()
         if self._overflow is not None:
             yield self._overflow
+
+
+def _is_latest(entry: _Candidate) -> bool:
+    _, _, stamp, lane = entry
+    return stamp == lane.stamp and not lane.blocked

@@ -120,6 +120,8 @@ class RankedQueue(RequestQueue):
 
     _RETURNED: ClassVar[int] = 0
     _JOINED: ClassVar[int] = 1
+    # One for all, so that what was returned to different lanes compares.
+    _returns: ClassVar[Iterator[int]] = count()
 
     def __init__(self, context: OrderContext) -> None:
         super().__init__(context)
@@ -135,7 +137,7 @@ class RankedQueue(RequestQueue):
         self._enter((self._JOINED, *self.rank(work)), work)
 
     def prepend(self, work: Work) -> None:
-        self._enter((self._RETURNED, -next(self._serial)), work)
+        self._enter((self._RETURNED, -next(self._returns)), work)
 
     def pop(self) -> Work:
         work = self._head()[2]

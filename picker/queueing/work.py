@@ -40,6 +40,9 @@ class Work:
     tokenizing counts as waiting. `cached_tokens` is what the best eligible endpoint held at enqueue.
     `strict` is a tier, higher first; the meaning of `priority` is the queue policy's. `class_hint` and `model`
     are kept so that a new policy can resolve the request again.
+
+    `period` and `tenant_period` say in which backlog of its class and of its tenant it was charged, so that a
+    correction finds the account or finds it closed. `output_charge` is what its class took for a token then.
     """
 
     id: str
@@ -57,15 +60,21 @@ class Work:
     expected_output_tokens: int = 0
     uncached_tokens: int = field(init=False)
     cost: int = field(init=False)
+    output_charge: float = field(init=False)
     sequence: int = 0
+    period: int = 0
+    tenant_period: int = 0
     state: WorkState = WorkState.NEW
 
     def __post_init__(self) -> None:
         self.cached_tokens = min(self.cached_tokens, self.demand.raw_tokens)
         self.uncached_tokens = self.demand.raw_tokens - self.cached_tokens
-        self.cost = max(1, self.uncached_tokens)
-        if self.policy_class.output_charge:
-            self.cost += round(self.policy_class.output_charge * self.expected_output_tokens)
+        self.output_charge = self.policy_class.output_charge or 0.0
+        self.cost = self.cost_of(self.expected_output_tokens)
+
+    def cost_of(self, output_tokens: int) -> int:
+        """The charge when this many tokens are generated; by estimate at dispatch, in truth at the end."""
+        return max(1, self.uncached_tokens) + round(self.output_charge * output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

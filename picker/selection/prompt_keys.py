@@ -6,13 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from picker.kvcache.keys import block_keys
+from picker.policy.model import CostWeights
 
 
 class Prefix(Protocol):
-    """A contiguous cached prefix on one endpoint, in blocks weighted by the tier that holds them."""
+    """A contiguous cached prefix on one endpoint, in blocks by the tier that holds them."""
 
     @property
-    def weighted(self) -> float: ...
+    def device(self) -> int: ...
+
+    @property
+    def host(self) -> int: ...
+
+    @property
+    def disk(self) -> int: ...
 
 
 class PrefixIndex(Protocol):
@@ -61,8 +68,11 @@ class PromptKeys:
         return chains[-1][-1] if chains and chains[-1] else None
 
 
-def cached_tokens(prompt: PromptKeys, index: PrefixIndex, block_size: int, mask: int) -> dict[int, int]:
-    """Tokens that each endpoint of `mask` holds of the prompts, by slot; endpoints with none are left out.
+def cached_tokens(
+    prompt: PromptKeys, index: PrefixIndex, block_size: int, mask: int, weights: CostWeights
+) -> dict[int, int]:
+    """Tokens that each endpoint of `mask` holds of the prompts, by slot; endpoints with none are left out. A
+    block in a slower tier counts for less, as `weights` say.
 
     The engine always computes a prompt's last token, so at most floor((length - 1) / block) blocks of each
     prompt count, whatever is stored (seen on a real vLLM).
@@ -73,7 +83,8 @@ def cached_tokens(prompt: PromptKeys, index: PrefixIndex, block_size: int, mask:
         if usable <= 0:
             continue
         for slot, prefix in index.find_matches(keys, mask).items():
-            tokens = round(min(prefix.weighted, usable) * block_size)
+            blocks = prefix.device + weights.host_tier * prefix.host + weights.disk_tier * prefix.disk
+            tokens = round(min(blocks, usable) * block_size)
             if tokens:
                 found[slot] = found.get(slot, 0) + tokens
     return found

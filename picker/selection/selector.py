@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import exp, tanh
+from operator import attrgetter
 from random import Random
+from typing import NamedTuple
 
 from picker.policy.constraints import TaintEffect
 from picker.policy.model import CostWeights
@@ -15,6 +17,9 @@ from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
 from picker.selection.constraints import Constraints, Ineligible
 from picker.selection.prompt_keys import PrefixIndex, PromptKeys, cached_tokens
+
+_DEFAULT_WEIGHTS = CostWeights()
+_BY_COST = attrgetter("cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,7 @@ class Demand:
     preferred_taints: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One endpoint's terms in a decision; tokens, but for `running` (requests) and `cost` (weighted tokens)."""
 
     endpoint: Endpoint
@@ -52,22 +56,25 @@ class Eligibility:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen candidate first, then the rest by rising cost."""
+    """The chosen candidate, and the others as they were found. Nobody pays for their order who does not ask."""
 
-    candidates: tuple[Candidate, ...]
+    chosen: Candidate
+    others: list[Candidate]
     eligibility: Eligibility
 
     @property
-    def chosen(self) -> Candidate:
-        return self.candidates[0]
+    def endpoint(self) -> Endpoint:
+        return self.chosen.endpoint
 
     @property
-    def endpoint(self) -> Endpoint:
-        return self.candidates[0].endpoint
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The chosen one first, then the rest by rising cost."""
+        return (self.chosen, *sorted(self.others, key=_BY_COST))
 
     def destinations(self, choices: int) -> str:
         """The value of the destination header: up to `choices` endpoints in order of preference."""
-        return ",".join(candidate.endpoint.spec.authority for candidate in self.candidates[:choices])
+        preferred = self.candidates[:choices] if choices > 1 else (self.chosen,)
+        return ",".join(candidate.endpoint.spec.authority for candidate in preferred)
 
 
 @dataclass(slots=True)
@@ -97,30 +104,56 @@ class Selector:
             found = self._eligible[key] = self._examine(constraints, waiting)
         return found
 
-    def cached(self, demand: Demand, mask: int) -> dict[int, int]:
+    def cached(self, demand: Demand, mask: int, weights: CostWeights = _DEFAULT_WEIGHTS) -> dict[int, int]:
         """Cached tokens of the request by slot, for endpoints in the mask that hold any."""
+        if not demand.prompt.lengths:
+            return {}
         found: dict[int, int] = {}
         for block_size, members in self.pool.block_sizes().items():
             if members & mask:
-                found.update(cached_tokens(demand.prompt, self.index, block_size, members & mask))
+                found.update(cached_tokens(demand.prompt, self.index, block_size, members & mask, weights))
         return found
 
     def best_cached(self, demand: Demand, mask: int) -> int:
         """The most cached tokens that any endpoint of the mask holds of the request."""
         return min(max(self.cached(demand, mask).values(), default=0), demand.raw_tokens)
 
-    def choose(self, demand: Demand, mask: int, weights: CostWeights) -> Decision:
-        """Decide among the endpoints of a mask that has at least one (ValueError otherwise)."""
-        cached = self.cached(demand, mask)
-        candidates = [
-            self._weigh(endpoint, demand, cached.get(endpoint.slot, 0), weights)
-            for endpoint in self.pool.in_mask(mask)
-        ]
+    def prefill_seconds(self, tokens: int, mask: int) -> float | None:
+        """How long the fastest endpoint of the mask takes to prefill so many tokens; None: nobody knows yet."""
+        rates = (self.calibration.rate(endpoint.slot) for endpoint in self.pool.in_mask(mask))
+        fastest = max((rate for rate in rates if rate is not None), default=None)
+        return None if fastest is None else tokens / fastest
+
+    def choose(self, demand: Demand, mask: int, weights: CostWeights, *, waiting: bool = False) -> Decision:
+        """Decide among the endpoints of a mask that has at least one (ValueError otherwise).
+
+        Cost = predicted prefill work before the first token + decode interference + taint preference, in tokens
+        of prefill on a typical endpoint: an endpoint that is learned to be twice as fast pays half for the same
+        tokens. waiting: the request had to wait, so that what binds it is what binds the waiting.
+        """
+        raw = demand.raw_tokens
+        cached = self.cached(demand, mask, weights)
+        load_of = self.ledger.load
+        speeds = self.calibration.relative_speeds()
+        candidates = []
+        for endpoint in self.pool.in_mask(mask):
+            slot = endpoint.slot
+            load = load_of(slot)
+            found = min(cached.get(slot, 0), raw) if cached else 0
+            running = load.running + load.foreign
+            cost = weights.uncached * (raw - found) + weights.prefill_load * load.prefill_tokens
+            if speeds:
+                cost /= speeds.get(slot, 1.0)
+            cost += weights.running_tokens * running
+            if weights.kv_usage_tokens and endpoint.report and endpoint.report.kv_usage:
+                cost += weights.kv_usage_tokens * endpoint.report.kv_usage
+            if endpoint.spec.taints:
+                cost = _with_taints(cost, endpoint, demand, weights)
+            candidates.append(Candidate(endpoint, found, raw - found, load.prefill_tokens, running, cost))
         if not candidates:
             raise ValueError("no endpoint in the mask")
-        chosen = self._draw(candidates, weights.temperature)
-        rest = sorted((other for other in candidates if other is not chosen), key=lambda other: other.cost)
-        return Decision((chosen, *rest), self.eligible(demand.constraints))
+        chosen = candidates.pop(self._draw([candidate.cost for candidate in candidates], weights.temperature))
+        return Decision(chosen, candidates, self.eligible(demand.constraints, waiting=waiting))
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:
         mask, refused = 0, {}
@@ -132,32 +165,17 @@ class Selector:
                 refused[endpoint.slot] = reason
         return Eligibility(mask, refused)
 
-    def _weigh(self, endpoint: Endpoint, demand: Demand, cached: int, weights: CostWeights) -> Candidate:
-        """Cost = predicted prefill work before the first token + decode interference + taint preference.
-
-        In tokens of prefill on a typical endpoint: an endpoint that is learned to be twice as fast pays half
-        for the same tokens.
-        """
-        load = self.ledger.load(endpoint.slot)
-        cached = min(cached, demand.raw_tokens)
-        uncached = demand.raw_tokens - cached
-        running = load.running + load.foreign
-        prefill = weights.uncached * uncached + weights.prefill_load * load.prefill_tokens
-        cost = prefill / self.calibration.relative_speed(endpoint.slot) + weights.running_tokens * running
-        if weights.kv_usage_tokens and endpoint.report and endpoint.report.kv_usage:
-            cost += weights.kv_usage_tokens * endpoint.report.kv_usage
-        if endpoint.spec.taints:
-            cost = _with_taints(cost, endpoint, demand, weights)
-        return Candidate(endpoint, cached, uncached, load.prefill_tokens, running, cost)
-
-    def _draw(self, candidates: list[Candidate], temperature: float) -> Candidate:
-        lowest = min(candidate.cost for candidate in candidates)
+    def _draw(self, costs: list[float], temperature: float) -> int:
+        """The position of the lowest cost, ties at random; with a temperature, of any cost, by softmax over the
+        costs scaled to 0..1."""
+        lowest = min(costs)
         if temperature <= 0:
-            ties = [candidate for candidate in candidates if candidate.cost == lowest]
-            return ties[0] if len(ties) == 1 else self.random.choice(ties)
-        spread = max(candidate.cost for candidate in candidates) - lowest or 1.0
-        odds = [exp(-(candidate.cost - lowest) / spread / temperature) for candidate in candidates]
-        return self.random.choices(candidates, odds)[0]
+            if costs.count(lowest) == 1:
+                return costs.index(lowest)
+            return self.random.choice([position for position, cost in enumerate(costs) if cost == lowest])
+        spread = max(costs) - lowest or 1.0
+        odds = [exp(-(cost - lowest) / spread / temperature) for cost in costs]
+        return self.random.choices(range(len(costs)), odds)[0]
 
 
 def _with_taints(cost: float, endpoint: Endpoint, demand: Demand, weights: CostWeights) -> float:

@@ -18,6 +18,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
     Cluster,
+    ClusterCommonLbConfig,
     ClusterDiscoveryType,
     ClusterLbPolicy,
     ClusterOriginalDstLbConfig,
@@ -31,6 +32,8 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValue,
     HeaderValueOption,
     HeaderValueOptionHeaderAppendAction,
+    HealthCheck,
+    HealthCheckGrpcHealthCheck,
     Http2ProtocolOptions,
     SocketAddress,
     TransportSocket,
@@ -73,6 +76,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptions,
     HttpProtocolOptionsExplicitHttpConfig,
 )
+from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any as PackedMessage
 
 from picker.extproc.access_log import REQUEST_ID_HEADER
@@ -102,10 +106,12 @@ class EnvoyOptions:
 
     `longest_wait` is the longest that Picker may hold a request: the idle timers are set above it, because they
     run while a request is held. `message_timeout` is armed in BUFFERED mode only, and Picker may extend it up to
-    `max_message_timeout`. `filters_before` are put between the connection manager and ext_proc.
+    `max_message_timeout`. `standby_pickers` are asked when `picker` is not ready, which is looked at four times a
+    second if there are any. `filters_before` are put between the connection manager and ext_proc.
     """
 
     picker: tuple[str, int]
+    standby_pickers: Sequence[tuple[str, int]] = ()
     picker_tls: bool = False
     listen: tuple[str, int] = ("127.0.0.1", 0)
     admin: tuple[str, int] = ("127.0.0.1", 0)
@@ -266,7 +272,7 @@ def _pods_cluster() -> Cluster:
 
 
 def _picker_cluster(options: EnvoyOptions) -> Cluster:
-    host, port = options.picker
+    several = bool(options.standby_pickers)
     protocol = HttpProtocolOptions(
         explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
             http2_protocol_options=Http2ProtocolOptions()
@@ -283,12 +289,31 @@ def _picker_cluster(options: EnvoyOptions) -> Cluster:
             cluster_name=_PICKER,
             endpoints=[
                 LocalityLbEndpoints(
-                    lb_endpoints=[LbEndpoint(endpoint=Endpoint(address=_address(host, port)))]
+                    lb_endpoints=[
+                        LbEndpoint(endpoint=Endpoint(address=_address(host, port)))
+                        for host, port in (options.picker, *options.standby_pickers)
+                    ]
                 )
             ],
         ),
+        health_checks=[_readiness_check()] if several else [],
+        # A follower is to be asked by nobody, not even when no leader is ready.
+        common_lb_config=ClusterCommonLbConfig(healthy_panic_threshold=Percent(value=0.0))
+        if several
+        else None,
         transport_socket=_unverified_tls() if options.picker_tls else None,
         circuit_breakers=_no_circuit_breakers(),
+    )
+
+
+def _readiness_check() -> HealthCheck:
+    return HealthCheck(
+        timeout=_seconds(1),
+        interval=_seconds(0.25),
+        no_traffic_interval=_seconds(0.25),
+        unhealthy_threshold=1,
+        healthy_threshold=1,
+        grpc_health_check=HealthCheckGrpcHealthCheck(service_name="readiness"),
     )
 
 

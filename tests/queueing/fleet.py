@@ -71,6 +71,7 @@ class Fleet:
             arrival=changes.pop("arrival", self.now),
             demand=Demand(raw, PromptKeys.unknown(), constraints),
             policy_class=self.classes[name],
+            class_hint=name,
             **changes,
         )
 

@@ -17,50 +17,75 @@ ORDERS: dict[str, Callable[[Work], tuple[float, ...]]] = {
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelClass:
     policy: PolicyClass
     waiting: list[Work] = field(default_factory=list)
+    # Those that were given back, in that order.
+    returned: list[Work] = field(default_factory=list)
     deficit: int = 0
+    credited: bool = False
+    # Counts its backlogs.
+    period: int = 0
+
+    def rank(self, work: Work) -> tuple[float, ...]:
+        """Its place: what was given back goes first, the last one before all; `priority` knows no front."""
+        if work in self.returned and self.policy.queue_policy != "priority":
+            return (0, -self.returned.index(work))
+        return (1, *ORDERS[self.policy.queue_policy](work))
 
     def candidate(self, can_go: Callable[[Work], bool]) -> Work | None:
         """The best head of a lane (requests with equal constraints) that somebody can take."""
-        key = ORDERS[self.policy.queue_policy]
         heads: dict[object, Work] = {}
-        for work in sorted(self.waiting, key=key):
+        for work in sorted(self.waiting, key=self.rank):
             heads.setdefault(work.demand.constraints, work)
         able = [head for head in heads.values() if can_go(head)]
-        return min(able, key=key, default=None)
+        return min(able, key=self.rank, default=None)
 
 
 @dataclass
 class ModelRing:
-    """Textbook deficit round robin: the quantum comes when the flow is reached and cannot pay."""
+    """Textbook deficit round robin: the quantum comes when the flow is reached and cannot pay, and who cannot pay
+    after that goes to the end of the ring. Who is blocked is passed over."""
 
     classes: list[ModelClass]
-    cursor: int = 0
-    credited: bool = False
+    turns: list[ModelClass] = field(default_factory=list)
 
     def serve(self, can_go: Callable[[Work], bool]) -> Work | None:
         """Take out and charge the request that is served next, None when nothing can go."""
-        candidates = [each.candidate(can_go) for each in self.classes]
-        if not any(candidates):
+        candidates = {flow: flow.candidate(can_go) for flow in self.turns}
+        if not any(candidates.values()):
             return None
+        place = 0
         while True:
-            flow, work = self.classes[self.cursor], candidates[self.cursor]
-            if work is not None and flow.deficit >= work.cost:
+            flow = self.turns[place]
+            work = candidates[flow]
+            if work is None:
+                place += 1
+            elif flow.deficit >= work.cost:
                 flow.deficit -= work.cost
                 self.remove(flow, work)
                 return work
-            if work is not None and not self.credited:
+            elif not flow.credited:
                 flow.deficit += flow.policy.quantum
-                self.credited = True
-                continue
-            self.cursor = (self.cursor + 1) % len(self.classes)
-            self.credited = False
+                flow.credited = True
+            else:
+                flow.credited = False
+                self.turns.append(self.turns.pop(place))
 
-    @staticmethod
-    def remove(flow: ModelClass, work: Work) -> None:
-        flow.waiting.remove(work)
+    def add(self, flow: ModelClass, work: Work, *, returned: bool = False) -> None:
         if not flow.waiting:
+            self.turns.append(flow)
+            flow.period += 1
+        flow.waiting.append(work)
+        if returned:
+            flow.returned.append(work)
+
+    def remove(self, flow: ModelClass, work: Work) -> None:
+        flow.waiting.remove(work)
+        if work in flow.returned:
+            flow.returned.remove(work)
+        if not flow.waiting:
+            self.turns.remove(flow)
             flow.deficit = 0
+            flow.credited = False

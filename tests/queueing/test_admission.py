@@ -99,7 +99,7 @@ class TestLimits:
         assert not fleet.dropped, "300 waiting tokens are reached, not passed, by the second"
         fleet.submit("only", 100, cached_tokens=50)
         assert [each.reason for each in fleet.dropped] == [reason]
-        assert str(fleet.pool.stats.changes) and "limit" in fleet.dropped[0].message
+        assert "limit" in fleet.dropped[0].message
 
     def test_limits_are_per_endpoint_and_follow_the_pool_without_evicting(self) -> None:
         fleet = Fleet([one_at_a_time(request_queue_limit_per_worker=1)], ["a", "b"])
@@ -192,7 +192,7 @@ class TestCancellation:
         assert len(fleet.queue) == 2
         fleet.finish(fleet.released[0])
         fleet.finish(fleet.released[1])
-        assert ids(fleet.released)[1:] == [z.id, y.id], "class one has had its turn, so class two comes first"
+        assert ids(fleet.released)[1:] == [y.id, z.id]
         assert sum(flow.queue.stats.dispatched_cost for flow in fleet.queue.flows()) == 300
 
     def test_a_client_that_leaves_in_the_moment_of_its_dispatch_is_not_charged(self) -> None:
@@ -550,3 +550,23 @@ def test_a_class_selector_keeps_its_requests_on_its_endpoints() -> None:
     fleet.set_engines(moved, fleet.engine("b").spec)
     fleet.poll()
     assert [each.decision.endpoint.spec.name for each in fleet.released] == ["b", "a"]
+
+
+def test_two_classes_that_share_one_endpoint_both_get_their_share_while_a_third_uses_another() -> None:
+    """A blocked class keeps its place: else the ring passes from `i` to `k` while `j` is blocked, every time."""
+    on_a, on_b = Constraints(pin="a"), Constraints(pin="b")
+    fleet = Fleet([one_at_a_time(name) for name in "ijk"], ["a", "b"])
+    for _ in range(300):
+        fleet.submit("i", 100, constraints=on_a)
+        fleet.submit("k", 100, constraints=on_b)
+        fleet.submit("j", 100, constraints=on_a)
+    for _ in range(200):
+        for name in "ab":
+            done = next(
+                each
+                for each in fleet.released
+                if each.booking.open and each.decision.endpoint.spec.name == name
+            )
+            fleet.finish(done)
+    served = Counter(each.work.policy_class.name for each in fleet.released)
+    assert abs(served["i"] - served["j"]) * 100 <= 2 * 512 + 100 + 100
