@@ -192,11 +192,15 @@ class App:
         return addresses
 
     async def drain(self) -> None:
-        """Say not ready, go on serving until nobody is left or the grace is over, then refuse who waits."""
+        """Say not ready, go on serving until nobody is left or the grace is over, then refuse who waits.
+
+        Gateways hear of it after a while only, so for that long an empty picker is not done yet.
+        """
         self.health.update(draining=True)
         if self._member is not None:
             self._member.resign()
         deadline = self.clock() + self.settings.queue.drain_grace
+        await asyncio.sleep(min(self.settings.queue.drain_notice, self.settings.queue.drain_grace))
         while self.clock() < deadline and self.extproc.stats.active_streams:
             await asyncio.sleep(0.05)
         self.dispatcher.deliver(self.queue.shut_down(self.clock()))

@@ -213,6 +213,9 @@ class QueueSettings(Section):
     drain_grace: NonNegativeFloat = Field(
         30.0, description="Seconds between SIGTERM and the end, for what waits and runs to finish."
     )
+    drain_notice: NonNegativeFloat = Field(
+        5.0, description="Of drain_grace, what even an idle picker stays for: until every gateway knows."
+    )
 
 
 class LogSettings(Section):
