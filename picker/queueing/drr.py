@@ -14,12 +14,12 @@ Rounds in which nobody can be served are not walked but computed: `choose` finds
 walk would serve first, and `charge` credits every flow what the walk would have credited.
 
 Fairness. Take an interval in which flows i and j always have a backlog and neither is passed over while blocked.
-S is the cost that a flow is charged in it, q its quantum, Cmax the largest head that it has had in its backlog, D
-its deficit, and n how often it is credited: S = n q + D_start - D_end. Between turns 0 <= D < Cmax, in the middle of one 0 <= D < Cmax + q.
-Turns alternate and each is credited once. If the last credit was i's, then n_i <= n_j + 1 and j is between turns;
-if it was j's, then n_i <= n_j and j may hold up to a quantum more in D_end. Either way that is one round, and a
-start in the middle of i's turn is another one: |S_i/q_i - S_j/q_j| <= 2 + Cmax_i/q_i + Cmax_j/q_j, and 1 instead
-of 2 where the interval starts between turns.
+S is the cost that a flow is charged in it, q its quantum, Cmax the largest head that it has had in its backlog,
+D its deficit, and n how often it is credited: S = n q + D_start - D_end. Between turns 0 <= D < Cmax, in the
+middle of one 0 <= D < Cmax + q. Turns alternate and each is credited once. If the last credit was i's, then
+n_i <= n_j + 1 and j is between turns; if it was j's, then n_i <= n_j and j may hold up to a quantum more in D_end.
+Either way that is one round, and a start in the middle of i's turn is another one:
+|S_i/q_i - S_j/q_j| <= 2 + Cmax_i/q_i + Cmax_j/q_j, and 1 instead of 2 where the interval starts between turns.
 """
 
 from __future__ import annotations
