@@ -74,7 +74,7 @@ def _size(request: InferenceRequest) -> tuple[int, int]:
                 content = message.get("content")
                 parts = content if isinstance(content, list) else [content]
                 media += sum(map(is_media, parts))
-                size += _bytes_in(part for part in parts if not is_media(part))
+                size += sum(map(_text_size, parts))
                 size += _bytes_in(message.get("tool_calls"))
             return size, media
     return (0 if request.route is Route.OTHER else request.size_bytes), 0
@@ -101,6 +101,15 @@ def is_media(part: Any) -> bool:
     if not isinstance(part, dict):
         return False
     return part.get("type", "text") not in _TEXT_PARTS or not _MEDIA_KEYS.isdisjoint(part)
+
+
+def _text_size(part: Any) -> int:
+    """UTF-8 bytes of the text of a content part; none for media."""
+    if isinstance(part, str):
+        return _bytes(part)
+    if not isinstance(part, dict) or is_media(part):
+        return 0
+    return _bytes_in([value for key, value in part.items() if key != "type"])
 
 
 def _bytes_in(value: Any) -> int:

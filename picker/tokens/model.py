@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from picker.requests import ChatPrompt, TextPrompts, TokenPrompts, Truncation
 from picker.tokens.chunks import ChunkCache
@@ -45,8 +44,10 @@ class ModelTokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_buffer(source)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._special_tokens = _special_tokens(config)
-        _set_post_processor(self._tokenizer, config, self._special_tokens)
+        self._special_tokens = {
+            name: token for name in _NAMED_TOKENS if (token := _content(config.get(name)))
+        }
+        contents.setdefault("added_tokens", []).extend(_add_configured_tokens(self._tokenizer, config))
         self._prefix, self._suffix = _frame(self._tokenizer)
         self._cutter = Cutter.of(contents)
         self._cache = cache
@@ -163,32 +164,42 @@ def _read_json(path: Path) -> dict[str, Any]:
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens, as templates know them: plain texts, or objects with a `content`."""
-    tokens = {}
-    for name in _NAMED_TOKENS:
-        value = config.get(name)
-        content = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(content, str):
-            tokens[name] = content
-    return tokens
+def _content(token: Any) -> str | None:
+    """The text of a token, given as such or as an object."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
 
 
-def _set_post_processor(
-    tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> None:
-    """Where the configuration says whether BOS and EOS are added, that replaces what `tokenizer.json` says."""
-    if (
-        "add_bos_token" not in config
-        and "add_eos_token" not in config
-        and tokenizer.post_processor is not None
-    ):
-        return
-    bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-    eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-    used = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-    single = " ".join(piece for piece in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if piece)
-    tokenizer.post_processor = TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=used)
+def _add_configured_tokens(
+    tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Special tokens that only the configuration names become added tokens, as the engine makes them; returned as
+    `tokenizer.json` would hold them."""
+    listed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    given: list[Any] = [
+        token for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=_by_id)
+    ]
+    given += [token for name, token in config.items() if name.endswith("_token")]
+    given += listed.values() if isinstance(listed, Mapping) else listed
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    missing: dict[str, dict[str, Any]] = {}
+    for token in given:
+        if (content := _content(token)) and content not in present:
+            flags = token if isinstance(token, Mapping) else {}
+            missing[content] = {
+                "content": content,
+                "special": flags.get("special", True),
+                **{
+                    flag: flags.get(flag, False) for flag in ("single_word", "lstrip", "rstrip", "normalized")
+                },
+            }
+    for token in missing.values():
+        tokenizer.add_tokens([tokenizers.AddedToken(**token)])
+    return list(missing.values())
+
+
+def _by_id(item: tuple[str, Any]) -> int:
+    return int(item[0])
 
 
 def _is_rebuilt_llama(contents: Mapping[str, Any], config: Mapping[str, Any], model_type: str | None) -> bool:

@@ -23,6 +23,9 @@ from picker.tokens.content_format import iterates_content
 
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
+# What trying a template out may take.
+_PROBE_SECONDS = 0.25
+
 # Marks the end of the message that is to be continued; cut off again after rendering.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
@@ -65,7 +68,7 @@ class ChatTemplate:
         needs those counts as refusing."""
         turn = [{"role": "system", "content": "t"}, {"role": "user", "content": "t"}]
         missing = {name: _ENVIRONMENT.undefined(name=name) for name in ("raise_exception", "strftime_now")}
-        token = _DEADLINE.set(time.monotonic() + 1.0)
+        token = _DEADLINE.set(time.monotonic() + _PROBE_SECONDS)
         try:
             self._template.render(messages=turn * 2, add_generation_prompt=False, **missing)
         except Exception:
@@ -81,7 +84,9 @@ class ChatTemplate:
     def _with_effort(self, effort: str) -> str | None:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         try:
-            return self.render([{"role": "user", "content": "Hi"}], variables=variables, max_seconds=1.0)
+            return self.render(
+                [{"role": "user", "content": "Hi"}], variables=variables, max_seconds=_PROBE_SECONDS
+            )
         except TemplateFailed:
             return None
 

@@ -233,7 +233,7 @@ def save(tokenizer: Tokenizer, directory: Path, template: str | None = CHATML, *
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
-        "eos_token": {"content": "</s>", "special": True},
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "special": True},
         "unk_token": "<unk>",
         "clean_up_tokenization_spaces": False,
         **config,

@@ -34,7 +34,7 @@ _TEXTS = st.lists(_PIECES | st.text(max_size=3), max_size=40).map("".join)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=_TEXTS, min_part=st.integers(1, 12))
 @example(text="</s> x the wind", min_part=1)
 @example(text="the[stop] x [go] x", min_part=1)
