@@ -108,6 +108,8 @@ class EnvoyOptions:
     run while a request is held. `message_timeout` is armed in BUFFERED mode only, and Picker may extend it up to
     `max_message_timeout`. `standby_pickers` are asked when `picker` is not ready, which is looked at four times a
     second if there are any. `filters_before` are put between the connection manager and ext_proc.
+    `strip_client_headers` False behaves as a gateway that lets clients name a destination, and that gives
+    requests no id to join the access log on.
     """
 
     picker: tuple[str, int]
@@ -123,6 +125,7 @@ class EnvoyOptions:
     max_message_timeout: float = 600.0
     access_log_flush: float = 0.05
     buffer_limit: int | None = None
+    strip_client_headers: bool = True
     filters_before: Sequence[HttpFilter] = ()
 
 
@@ -161,7 +164,7 @@ def _connection_manager(options: EnvoyOptions) -> HttpConnectionManager:
         stat_prefix="requests",
         route_config=_routes(),
         stream_idle_timeout=_seconds(2 * options.longest_wait if idle is None else idle),
-        early_header_mutation_extensions=[_ingress_headers()],
+        early_header_mutation_extensions=[_ingress_headers()] if options.strip_client_headers else [],
         access_log=[_access_log(options)] if options.observation is ResponseObservation.ACCESS_LOG else [],
         http_filters=[
             *options.filters_before,
