@@ -246,7 +246,11 @@ class AdmissionQueue:
         else:
             flow.queue.add(work)
         work.state = WorkState.WAITING
-        self._deadlines.set(work, self._end_of_wait(work)[0])
+        look_at = self._end_of_wait(work)[0]
+        if work.policy_class.shed_unreachable:
+            # No later than this, even if nobody knows yet how long its prefill takes.
+            look_at = min(look_at, work.ttft_deadline)
+        self._deadlines.set(work, look_at)
 
     def _end_of_wait(self, work: Work) -> tuple[float, DropReason]:
         """When the request must be refused if it still waits then, and why."""

@@ -25,6 +25,7 @@ class BlockedTime:
         """A class has a backlog from now on."""
         queue.counted_until = now
         queue.counted_dispatches = queue.stats.dispatched_requests
+        queue.given_before = self.given
 
     def look(self, queues: Iterable[ClassQueue], everybody: int, now: float) -> None:
         """To be called when all that could go has gone, with the mask of all endpoints."""
@@ -42,10 +43,12 @@ class BlockedTime:
             queue.stats.block(self._reason(queue, everybody), seconds)
             queue.counted_until = now
             queue.counted_dispatches = queue.stats.dispatched_requests
+            queue.given_before = 0
 
     def _reason(self, queue: ClassQueue, everybody: int) -> Blocked:
         served = queue.stats.dispatched_requests != queue.counted_dispatches
-        if not served and self.given and self.given & queue.reach():
+        given = self.given & ~queue.given_before
+        if given and not served and given & queue.reach():
             return Blocked.DEFICIT
         if not everybody & ~queue.gate.busy or not len(queue) or queue.head() is not None:
             return Blocked.NO_CAPACITY

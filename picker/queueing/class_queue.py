@@ -59,6 +59,7 @@ class ClassQueue:
     # Kept by `BlockedTime`.
     counted_until: float = 0.0
     counted_dispatches: int = 0
+    given_before: int = 0
     _tenants: dict[str, Flow[TenantQueue]] = field(default_factory=dict)
     _tenant_of: dict[Work, str] = field(default_factory=dict)
     _ring: DeficitRoundRobin[TenantQueue] = field(default_factory=DeficitRoundRobin)

@@ -35,7 +35,7 @@ class FairnessMeter:
     since the start.
     """
 
-    window: int = 60
+    window: int = 20
     latest: Gap = field(default_factory=Gap)
     worst: Gap = field(default_factory=Gap)
     _marks: dict[Flow[Any], _Mark] = field(default_factory=dict)

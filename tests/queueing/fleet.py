@@ -65,11 +65,12 @@ class Fleet:
     def work(self, name: str, cost: int, **changes: Any) -> Work:
         self.count += 1
         constraints = changes.pop("constraints", Constraints())
+        prompt = changes.pop("prompt", PromptKeys.unknown())
         raw = cost + changes.get("cached_tokens", 0)
         return Work(
             id=str(self.count),
             arrival=changes.pop("arrival", self.now),
-            demand=Demand(raw, PromptKeys.unknown(), constraints),
+            demand=Demand(raw, prompt, constraints),
             policy_class=self.classes[name],
             class_hint=name,
             **changes,

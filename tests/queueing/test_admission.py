@@ -117,6 +117,17 @@ class TestLimits:
         fleet.submit("only")
         assert len(fleet.queue) == 1
 
+    def test_capacity_that_nobody_has_polled_for_goes_to_those_who_wait(self) -> None:
+        """Else the newcomer finds no backlog of its own and room, is let in past its limit, and waits after all."""
+        fleet = Fleet([one_at_a_time("old"), one_at_a_time("hasty", request_queue_limit_per_worker=0)])
+        first, waiting = fleet.submit("old"), fleet.submit("old")
+        fleet.ledger.release(fleet.released[0].booking)
+        newcomer = fleet.submit("hasty")
+        assert ids(fleet.released) == [first.id, waiting.id]
+        assert [(each.work, each.reason) for each in fleet.dropped] == [
+            (newcomer, DropReason.QUEUE_FULL_REQUESTS)
+        ]
+
     def test_limit_zero_never_waits_but_goes_where_there_is_room(self) -> None:
         fleet = Fleet([one_at_a_time(request_queue_limit_per_worker=0)])
         fleet.submit("only")
@@ -171,6 +182,26 @@ class TestEndOfWaits:
         fleet.set_engines("b")
         fleet.poll()
         assert [(each.work, each.reason) for each in fleet.dropped] == [(waiting, DropReason.NO_ENDPOINT)]
+
+    def test_between_a_change_of_the_pool_and_the_next_poll_nobody_is_lost(self) -> None:
+        fleet = Fleet([one_at_a_time()], ["a", "b"])
+        fleet.submit("only", constraints=Constraints(pin="a"))
+        cancelled, refused, moved = (fleet.submit("only", constraints=Constraints(pin="a")) for _ in range(3))
+        fleet.set_engines("b")
+        assert fleet.queue.cancel(cancelled)
+        fleet.take(fleet.queue.reload(policy_of(one_at_a_time("new")), fleet.now))
+        assert [each.work for each in fleet.dropped] == [refused, moved]
+        assert len(fleet.queue) == 0
+
+    def test_an_endpoint_that_is_back_before_the_next_poll_costs_nobody_a_thing(self) -> None:
+        fleet = Fleet([one_at_a_time()], ["a", "b"])
+        fleet.submit("only", constraints=Constraints(pin="a"))
+        waiting = fleet.submit("only", constraints=Constraints(pin="a"))
+        fleet.set_engines(spec("a", ready=False), "b")
+        fleet.set_engines("a", "b")
+        fleet.poll()
+        fleet.finish(fleet.released[0])
+        assert fleet.released[-1].work is waiting
 
     def test_shutting_down_refuses_the_waiting_and_the_coming(self) -> None:
         fleet = Fleet([one_at_a_time()])
@@ -271,6 +302,22 @@ class TestLanes:
         assert all(
             each.work.demand.constraints.pin == each.decision.endpoint.spec.name for each in fleet.released
         )
+
+    def test_requests_that_overflowed_are_not_overtaken_by_their_own_kind(self) -> None:
+        fleet = Fleet([one_at_a_time()], ["a", "b", "c"], QueueLimits(max_lanes=1))
+        for name in "abc":
+            fleet.submit("only", constraints=Constraints(pin=name))
+        on_a, on_c = Constraints(pin="a"), Constraints(pin="c")
+        fleet.submit("only", constraints=on_a)
+        fleet.submit("only", constraints=Constraints(pin="b"))
+        first = fleet.submit("only", constraints=on_c)
+        fleet.finish(fleet.released[0])
+        assert len(fleet.queue) == 2, "the only lane of its own is free again, two wait in the common one"
+        second = fleet.submit("only", constraints=on_c)
+        for _ in range(3):
+            fleet.finish(next(each for each in fleet.released if each.booking.open))
+        order = [each.work for each in fleet.released if each.work in (first, second)]
+        assert order[0] is first
 
 
 class TestTaints:
@@ -458,20 +505,6 @@ class TestTenants:
         assert len(fleet.queue) == 0
 
 
-class TestOutputCharge:
-    def test_the_estimate_is_charged_and_settled(self) -> None:
-        fleet = Fleet([one_at_a_time("p", output_charge=2.0, quantum=1000)])
-        fleet.submit("p")
-        first = fleet.submit("p", 100, expected_output_tokens=200)
-        fleet.submit("p", 100, expected_output_tokens=200)
-        fleet.submit("p", 100, expected_output_tokens=200)
-        assert first.cost == 500
-        fleet.finish(fleet.released[-1])
-        before = fleet.queue.flows()[0].deficit
-        fleet.queue.settle(first, 50)
-        assert fleet.queue.flows()[0].deficit == before + 300
-
-
 class TestReload:
     def waiting_fleet(self) -> Fleet:
         fleet = Fleet([one_at_a_time("a"), one_at_a_time("b")])
@@ -516,6 +549,23 @@ class TestReload:
         wide = [one_at_a_time(name, max_running_per_worker=100) for name in "ab"]
         fleet.take(fleet.queue.reload(policy_of(*wide), fleet.now))
         assert (len(fleet.released), len(fleet.queue)) == (7, 0)
+
+    def test_counters_of_a_class_with_a_new_order_go_on(self) -> None:
+        fleet = self.waiting_fleet()
+        before = fleet.queue.flows()[0].queue.stats
+        arrived = before.arrived
+        policy = policy_of(one_at_a_time("a", queue_policy=QueuePolicy.WSPT), one_at_a_time("b"))
+        fleet.take(fleet.queue.reload(policy, fleet.now))
+        after = fleet.queue.flows()[0].queue.stats
+        assert (after.arrived, after.waiting_requests) == (arrived, 3)
+
+    def test_a_dispatch_that_fails_after_its_class_was_removed_waits_in_another(self) -> None:
+        fleet = self.waiting_fleet()
+        failed = fleet.released[0]
+        fleet.take(fleet.queue.reload(policy_of(one_at_a_time("new")), fleet.now))
+        fleet.take(fleet.queue.give_back(failed, fleet.now))
+        assert fleet.released[-1].work is failed.work
+        assert fleet.released[-1].work.policy_class.name == "new"
 
     def test_cancelling_still_finds_a_request_that_moved(self) -> None:
         fleet = self.waiting_fleet()
