@@ -121,10 +121,12 @@ class TestBlockedTime:
         fleet = Fleet([one_at_a_time("one", quantum=10_000), one_at_a_time("two", quantum=100)])
         for name in ("one", "one", "one", "one", "two"):
             fleet.submit(name, 1000)
+        fleet.now = 0.5
+        fleet.poll()
         for _ in range(3):
             fleet.now += 1.0
             fleet.finish(fleet.released[-1])
-        assert self.blocked(fleet, 1) == {Blocked.DEFICIT: 3.0}
+        assert self.blocked(fleet, 1) == {Blocked.NO_CAPACITY: 0.5, Blocked.DEFICIT: 3.0}
 
     def test_waiting_for_another_that_warms_the_prefix(self) -> None:
         policy = one_at_a_time(
