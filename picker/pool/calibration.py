@@ -21,9 +21,10 @@ class Calibration:
     window: int = 64
     min_samples: int = 8
     min_tokens: int = 256
+    # Tokens a second by slot, of those endpoints that are known, and their median. Read only.
+    rates: dict[int, float] = field(default_factory=dict)
+    typical: float | None = None
     _samples: dict[int, deque[float]] = field(default_factory=dict)
-    _rates: dict[int, float] = field(default_factory=dict)
-    _typical: float | None = None
 
     def observe(self, slot: int, tokens: int, seconds: float) -> None:
         if tokens < self.min_tokens or seconds <= 0:
@@ -31,26 +32,21 @@ class Calibration:
         samples = self._samples.setdefault(slot, deque(maxlen=self.window))
         samples.append(tokens / seconds)
         if len(samples) >= self.min_samples:
-            self._rates[slot] = median(samples)
-            self._typical = median(self._rates.values())
+            self.rates[slot] = median(samples)
+            self.typical = median(self.rates.values())
 
     def rate(self, slot: int) -> float | None:
         """Prefill tokens a second: this endpoint's, else the pool's typical one, else None."""
-        return self._rates.get(slot, self._typical)
+        return self.rates.get(slot, self.typical)
 
     def relative_speed(self, slot: int) -> float:
         """This endpoint's rate over the pool's typical one; 1.0 until both are known."""
-        rate = self._rates.get(slot)
-        return rate / self._typical if rate and self._typical else 1.0
-
-    def relative_speeds(self) -> dict[int, float]:
-        """Those of all endpoints that are known to differ from 1.0, by slot."""
-        typical = self._typical
-        return {slot: rate / typical for slot, rate in self._rates.items()} if typical else {}
+        rate = self.rates.get(slot)
+        return rate / self.typical if rate and self.typical else 1.0
 
     def pool_changed(self, change: PoolChange) -> None:
         for endpoint in change.removed:
             self._samples.pop(endpoint.slot, None)
-            self._rates.pop(endpoint.slot, None)
+            self.rates.pop(endpoint.slot, None)
         if change.removed:
-            self._typical = median(self._rates.values()) if self._rates else None
+            self.typical = median(self.rates.values()) if self.rates else None

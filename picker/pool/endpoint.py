@@ -74,20 +74,17 @@ class Endpoint:
     `spec` and `report` are replaced whole by the pool; everything else that changes lives in the ledger.
     """
 
-    __slots__ = ("block_size_seen", "fenced", "report", "slot", "spec")
+    __slots__ = ("bit", "block_size_seen", "fenced", "report", "slot", "spec")
 
     def __init__(self, slot: int, spec: EndpointSpec) -> None:
         self.slot = slot
+        self.bit = 1 << slot
         self.spec = spec
         self.report: EngineReport | None = None
         # Taken out by the operator or by an overload fence until that is lifted.
         self.fenced = False
         # Learned from KV events: the truth, where there is one.
         self.block_size_seen: int | None = None
-
-    @property
-    def bit(self) -> int:
-        return 1 << self.slot
 
     @property
     def block_size(self) -> int | None:

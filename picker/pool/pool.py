@@ -63,15 +63,9 @@ class Pool:
     def by_slot(self, slot: int) -> Endpoint | None:
         return self._by_slot[slot] if slot < len(self._by_slot) else None
 
-    def in_mask(self, mask: int) -> Iterator[Endpoint]:
+    def in_mask(self, mask: int) -> list[Endpoint]:
         """The endpoints whose bits are set, by rising slot."""
-        slots = self._by_slot
-        while mask:
-            low = mask & -mask
-            endpoint = slots[low.bit_length() - 1]
-            if endpoint is not None:
-                yield endpoint
-            mask ^= low
+        return [endpoint for endpoint in self._by_slot if endpoint is not None and endpoint.bit & mask]
 
     def subscribe(self, listener: Callable[[PoolChange], None]) -> None:
         self._listeners.append(listener)

@@ -139,11 +139,12 @@ class AdmissionQueue:
         outcomes: list[Outcome] = []
         if self._pool_moved:
             outcomes.extend(self._strand(now))
-        outcomes.extend(self._expire(now))
+        if self._deadlines.first() <= now:
+            outcomes.extend(self._expire(now))
         while not self._gates.saturated(self._everybody) and (turn := self._ring.choose()) is not None:
             outcomes.append(self._dispatch(turn, now))
         self._unsettled = False
-        self._blocked.look((flow.queue for flow in self._ring), self._everybody, now)
+        self._blocked.look(self._ring, self._everybody, now)
         return outcomes
 
     def reported(self, endpoint: Endpoint) -> None:

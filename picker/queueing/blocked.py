@@ -8,6 +8,7 @@ from math import inf
 
 from picker.queueing.class_queue import ClassQueue
 from picker.queueing.class_stats import Blocked
+from picker.queueing.drr import Flow
 
 
 @dataclass(slots=True)
@@ -27,12 +28,12 @@ class BlockedTime:
         queue.counted_dispatches = queue.stats.dispatched_requests
         queue.given_before = self.given
 
-    def look(self, queues: Iterable[ClassQueue], everybody: int, now: float) -> None:
+    def look(self, waiting: Iterable[Flow[ClassQueue]], everybody: int, now: float) -> None:
         """To be called when all that could go has gone, with the mask of all endpoints."""
         if now < self._due:
             return
-        for queue in queues:
-            self.count(queue, everybody, now)
+        for flow in waiting:
+            self.count(flow.queue, everybody, now)
         self.given = 0
         self._due = now + self.every
 

@@ -59,6 +59,8 @@ class Lanes:
     stats: LaneStats = field(default_factory=LaneStats)
     _lanes: dict[Constraints, Lane] = field(default_factory=dict)
     _overflow: Lane | None = None
+    # The only lane, where there is just one: the usual case, which needs no heap.
+    _sole: Lane | None = None
     _overflowed: Counter[Constraints] = field(default_factory=Counter)
     _where: dict[Work, Lane] = field(default_factory=dict)
     _candidates: list[_Candidate] = field(default_factory=list)
@@ -95,7 +97,7 @@ class Lanes:
 
     def candidate(self, busy: int, now: float) -> Lane | None:
         """The lane whose head is first in the class's order among those that can be dispatched now."""
-        sole = self._sole()
+        sole = self._sole
         if sole is not None:
             return sole if self._can_go(sole, busy, now) else None
         heap = self._candidates
@@ -117,7 +119,7 @@ class Lanes:
 
     def wake(self, freed: int) -> None:
         """Endpoints can take more: the blocked lanes that they serve are candidates again."""
-        if self._sole() is not None:
+        if self._sole is not None:
             return
         for slot in list(self._by_slot) if freed < 0 else slots_of(freed):
             for lane in self._by_slot.get(slot, ()):
@@ -173,11 +175,12 @@ class Lanes:
     def _lane_for(self, constraints: Constraints) -> Lane:
         lane = self._lane_of(constraints)
         if lane is None:
-            before = self._sole()
+            before = self._sole
             if len(self._lanes) < self.max_lanes:
                 lane = self._lanes[constraints] = Lane(self.make_queue(), constraints)
             else:
                 lane = self._overflow = self._overflow or Lane(self.make_queue(), None)
+            self._count_lanes()
             if before is not None:
                 self._offer(before)
         if lane is self._overflow:
@@ -205,14 +208,14 @@ class Lanes:
             self._overflow = None
         else:
             del self._lanes[lane.constraints]
-        if self._sole() is not None or not self._where:
-            self._candidates.clear()
+        self._count_lanes()
 
-    def _sole(self) -> Lane | None:
-        """The only lane, where there is just one: the usual case, which needs no heap."""
-        if len(self._lanes) == 1 and self._overflow is None:
-            return next(iter(self._lanes.values()))
-        return None
+    def _count_lanes(self) -> None:
+        """A lane has come or gone."""
+        alone = len(self._lanes) == 1 and self._overflow is None
+        self._sole = next(iter(self._lanes.values())) if alone else None
+        if alone or not self._where:
+            self._candidates.clear()
 
     def _can_go(self, lane: Lane, busy: int, now: float) -> bool:
         self.stats.examined += 1
@@ -220,7 +223,7 @@ class Lanes:
 
     def _offer(self, lane: Lane) -> None:
         lane.blocked = False
-        if self._sole() is not None:
+        if self._sole is not None:
             return
         heappush(self._candidates, (lane.queue.head_rank(), next(self._serial), lane.stamp, lane))
         if len(self._candidates) > 4 * len(self._lanes) + 64:

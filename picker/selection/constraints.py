@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from picker.policy.constraints import LabelSelector, Taint, TaintEffect, Toleration
@@ -39,6 +39,15 @@ class Constraints:
     pin: str | None = None
     rank: int | None = None
     adapter: str | None = None
+    # Constraints are keys of many dicts, and their fields do not remember their hashes.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fields = (self.allow, self.selector, self.tolerations, self.required_taints)
+        object.__setattr__(self, "_hash", hash((fields, self.pin, self.rank, self.adapter)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def refuse(self, endpoint: Endpoint, *, waiting: bool = False) -> Ineligible | None:
         """Why this endpoint cannot take the request, or None when it can.

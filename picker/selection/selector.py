@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from math import exp, tanh
-from operator import attrgetter
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from picker.selection.constraints import Constraints, Ineligible
 from picker.selection.prompt_keys import PrefixIndex, PromptKeys, cached_tokens
 
 _DEFAULT_WEIGHTS = CostWeights()
-_BY_COST = attrgetter("cost")
+_COST = itemgetter(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class Demand:
     prompt: PromptKeys
     constraints: Constraints = Constraints()
     preferred_taints: tuple[tuple[str, float], ...] = ()
+
+
+# As in `Candidate`, but plain, as there are many of them and few are looked at.
+Terms = tuple[Endpoint, int, int, int, int, float]
 
 
 class Candidate(NamedTuple):
@@ -59,7 +64,7 @@ class Decision:
     """The chosen candidate, and the others as they were found. Nobody pays for their order who does not ask."""
 
     chosen: Candidate
-    others: list[Candidate]
+    others: list[Terms]
     eligibility: Eligibility
 
     @property
@@ -69,12 +74,16 @@ class Decision:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The chosen one first, then the rest by rising cost."""
-        return (self.chosen, *sorted(self.others, key=_BY_COST))
+        return self.preferred(1 + len(self.others))
+
+    def preferred(self, number: int) -> tuple[Candidate, ...]:
+        """The first so many of the candidates."""
+        others = nsmallest(number - 1, self.others, key=_COST)
+        return (self.chosen, *(Candidate(*terms) for terms in others))
 
     def destinations(self, choices: int) -> str:
         """The value of the destination header: up to `choices` endpoints in order of preference."""
-        preferred = self.candidates[:choices] if choices > 1 else (self.chosen,)
-        return ",".join(candidate.endpoint.spec.authority for candidate in preferred)
+        return ",".join(candidate.endpoint.spec.authority for candidate in self.preferred(choices))
 
 
 @dataclass(slots=True)
@@ -87,22 +96,27 @@ class Selector:
     calibration: Calibration = field(default_factory=Calibration)
     random: Random = field(default_factory=Random)
     max_remembered_constraints: int = 4096
-    _eligible: dict[tuple[Constraints, bool], Eligibility] = field(default_factory=dict)
+    _eligible: dict[Constraints, Eligibility] = field(default_factory=dict)
+    _eligible_waiting: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_version: int = -1
 
     def eligible(self, constraints: Constraints, *, waiting: bool = False) -> Eligibility:
         """Who may take such a request now, remembered until the pool changes."""
-        if (
-            self._eligible_version != self.pool.version
-            or len(self._eligible) > self.max_remembered_constraints
-        ):
-            self._eligible.clear()
-            self._eligible_version = self.pool.version
-        key = (constraints, waiting)
-        found = self._eligible.get(key)
+        if self._eligible_version != self.pool.version:
+            self._forget_eligible()
+        # To wait makes a difference only for a request that is pinned.
+        remembered = self._eligible_waiting if waiting and constraints.pin is not None else self._eligible
+        found = remembered.get(constraints)
         if found is None:
-            found = self._eligible[key] = self._examine(constraints, waiting)
+            if len(remembered) >= self.max_remembered_constraints:
+                remembered.clear()
+            found = remembered[constraints] = self._examine(constraints, waiting)
         return found
+
+    def _forget_eligible(self) -> None:
+        self._eligible.clear()
+        self._eligible_waiting.clear()
+        self._eligible_version = self.pool.version
 
     def cached(self, demand: Demand, mask: int, weights: CostWeights = _DEFAULT_WEIGHTS) -> dict[int, int]:
         """Cached tokens of the request by slot, for endpoints in the mask that hold any."""
@@ -131,29 +145,38 @@ class Selector:
         of prefill on a typical endpoint: an endpoint that is learned to be twice as fast pays half for the same
         tokens. waiting: the request had to wait, so that what binds it is what binds the waiting.
         """
+        weighed = self._weigh(demand, mask, weights)
+        if not weighed:
+            raise ValueError("no endpoint in the mask")
+        chosen = weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature))
+        eligibility = self.eligible(demand.constraints, waiting=waiting)
+        return Decision(Candidate(*chosen), weighed, eligibility)
+
+    def _weigh(self, demand: Demand, mask: int, weights: CostWeights) -> list[Terms]:
+        """The terms of every endpoint of the mask. This is the innermost loop of all: plain locals."""
         raw = demand.raw_tokens
         cached = self.cached(demand, mask, weights)
         load_of = self.ledger.load
-        speeds = self.calibration.relative_speeds()
-        candidates = []
+        rates, typical = self.calibration.rates, self.calibration.typical
+        uncached_weight, load_weight = weights.uncached, weights.prefill_load
+        running_weight, kv_weight = weights.running_tokens, weights.kv_usage_tokens
+        weighed: list[Terms] = []
         for endpoint in self.pool.in_mask(mask):
             slot = endpoint.slot
             load = load_of(slot)
             found = min(cached.get(slot, 0), raw) if cached else 0
+            booked = load.prefill_tokens
             running = load.running + load.foreign
-            cost = weights.uncached * (raw - found) + weights.prefill_load * load.prefill_tokens
-            if speeds:
-                cost /= speeds.get(slot, 1.0)
-            cost += weights.running_tokens * running
-            if weights.kv_usage_tokens and endpoint.report and endpoint.report.kv_usage:
-                cost += weights.kv_usage_tokens * endpoint.report.kv_usage
+            cost = uncached_weight * (raw - found) + load_weight * booked
+            if typical and slot in rates:
+                cost *= typical / rates[slot]
+            cost += running_weight * running
+            if kv_weight and endpoint.report and endpoint.report.kv_usage:
+                cost += kv_weight * endpoint.report.kv_usage
             if endpoint.spec.taints:
                 cost = _with_taints(cost, endpoint, demand, weights)
-            candidates.append(Candidate(endpoint, found, raw - found, load.prefill_tokens, running, cost))
-        if not candidates:
-            raise ValueError("no endpoint in the mask")
-        chosen = candidates.pop(self._draw([candidate.cost for candidate in candidates], weights.temperature))
-        return Decision(chosen, candidates, self.eligible(demand.constraints, waiting=waiting))
+            weighed.append((endpoint, found, raw - found, booked, running, cost))
+        return weighed
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:
         mask, refused = 0, {}
