@@ -92,6 +92,11 @@ class PieceQueue:
         """No more bytes follow: mark the last piece."""
         self._ending = True
 
+    def clear(self) -> None:
+        self._chunks.clear()
+        self._ending = False
+        self.waiting_bytes = 0
+
     def __bool__(self) -> bool:
         return self._ending or bool(self._chunks)
 

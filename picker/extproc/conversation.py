@@ -121,6 +121,7 @@ Event = Ask | RefusedEarly | GaveUp | StreamEnded | ResponseHeaders | ResponseCh
 
 _UNDECIDED = frozenset({Phase.EXPECTING_HEADERS, Phase.EXPECTING_BODY, Phase.DECIDING})
 _REQUEST_MODES = frozenset({BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED})
+_MODES = {mode.value: mode for mode in BodyMode}  # looking up is faster than calling the enum
 _RESPONSE_MODES = frozenset(BodyMode) - {BodyMode.GRPC}
 
 
@@ -314,17 +315,10 @@ class Conversation:
         return None
 
     def _read_request_headers(self, headers: HttpHeaders) -> None:
-        kept = self._headers
-        for header in headers.headers.headers:
-            name, value = header.key, messages.header_text(header)
-            if not name.startswith(":"):
-                kept.append((name, value))
-            elif name == ":path":
-                self._path = value
-            elif name == ":method":
-                self._method = value
-            elif name == ":authority":
-                self._authority = value
+        pseudo, self._headers = messages.split_headers(headers)
+        self._method = pseudo.get(":method", "")
+        self._path = pseudo.get(":path", "")
+        self._authority = pseudo.get(":authority", "")
 
     def _note_metadata(self, message: ProcessingRequest) -> None:
         """Envoy repeats its metadata on each message; later filters may have added to it."""
@@ -341,7 +335,10 @@ class Conversation:
             return _unsupported(f"request_body_mode {self._request_mode.name}")
         if self._response_mode not in _RESPONSE_MODES:
             return _unsupported(f"response_body_mode {self._response_mode.name}")
-        declared = next((value for name, value in self._headers if name == "content-length"), "")
+        declared = ""
+        for name, value in self._headers:
+            if name == "content-length":
+                declared = value
         if declared.isascii() and declared.isdigit() and int(declared[:20]) > self._limits.max_body_bytes:
             return self._too_large()
         return None
@@ -433,10 +430,10 @@ class Conversation:
 
 
 def _body_mode(number: int) -> BodyMode:
-    try:
-        return BodyMode(number)
-    except ValueError:
-        raise ProtocolError(f"body mode {number} is unknown") from None
+    mode = _MODES.get(number)
+    if mode is None:
+        raise ProtocolError(f"body mode {number} is unknown")
+    return mode
 
 
 def _unsupported(what: str) -> Refused:
@@ -448,16 +445,10 @@ def _unsupported(what: str) -> Refused:
     )
 
 
-def _read_response_headers(headers: HttpHeaders) -> tuple[int, Headers]:
-    status = 0
-    kept = []
-    for header in headers.headers.headers:
-        name, value = header.key, messages.header_text(header)
-        if name == ":status":
-            status = int(value) if value.isascii() and value.isdigit() else 0
-        else:
-            kept.append((name, value))
-    return status, kept
+def _read_response_headers(message: HttpHeaders) -> tuple[int, Headers]:
+    pseudo, headers = messages.split_headers(message)
+    status = pseudo.get(":status", "")
+    return int(status) if status.isascii() and status.isdigit() else 0, headers
 
 
 def _served(message: ProcessingRequest) -> str | None:

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.config.core.v3.base_pb2 import HeaderValueOption
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     BodyResponse,
     CommonResponse,
     HeaderMutation,
     HeadersResponse,
+    HttpHeaders,
     ProcessingResponse,
     TrailersResponse,
 )
@@ -109,10 +110,18 @@ def immediate(refused: Refused) -> ProcessingResponse:
     return reply
 
 
-def header_text(header: HeaderValue) -> str:
-    """A header's value. Bytes beyond ASCII are read as latin-1, which never fails."""
-    text: str = header.raw_value.decode("latin-1") if header.raw_value else header.value
-    return text
+def split_headers(message: HttpHeaders) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """The pseudo headers by name, and the others in order. Bytes beyond ASCII are read as latin-1: never fails."""
+    pseudo = {}
+    headers = []
+    for header in message.headers.headers:
+        name, raw = header.key, header.raw_value
+        value = raw.decode("latin-1") if raw else header.value
+        if name[:1] == ":":
+            pseudo[name] = value
+        else:
+            headers.append((name, value))
+    return pseudo, headers
 
 
 def plain_metadata(namespaces: Mapping[str, Struct]) -> dict[str, Any]:

@@ -47,8 +47,8 @@ class Outbox:
 
     def clear(self) -> None:
         self._queue.clear()
-        self._request_body = PieceQueue()
-        self._response_body = PieceQueue()
+        self._request_body.clear()
+        self._response_body.clear()
 
     def take(self) -> ProcessingResponse | None:
         """The next message to send; None when nothing waits."""
