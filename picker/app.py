@@ -377,6 +377,7 @@ class App:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self.predicted.expire(self.clock())
+            self.exchanges.forget_reaped()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

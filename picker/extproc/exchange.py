@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ExchangeStats:
-    """Ends by the signal that told of them, and prefills that a KV event told of first."""
+    """Ends by the signal that told of them, and prefills that a KV event told of first. `open` is a gauge."""
 
+    open: int = 0
     ended_by_stream: int = 0
     ended_by_access_log: int = 0
     never_sent: int = 0
@@ -97,6 +98,7 @@ class Exchanges:
         if self.reads_usage and observes_response:
             exchange.usage = UsageReader()
         self._open[released.work.id] = exchange
+        self.stats.open = len(self._open)
         if last_block is not None:
             exchange.awaited_block = (released.decision.endpoint.slot, last_block)
             self._awaited.setdefault(exchange.awaited_block, []).append(exchange)
@@ -141,10 +143,16 @@ class Exchanges:
         self.stats.ended_by_access_log += 1
         self.end(exchange)
 
+    def forget_reaped(self) -> None:
+        """Let go of requests whose bookings the ledger has given up: nothing will tell of their end any more."""
+        for exchange in [each for each in self._open.values() if not each.booking.open]:
+            self.end(exchange)
+
     def end(self, exchange: RoutedExchange) -> None:
         """Release the booking; safe to say twice."""
         if self._open.pop(exchange.released.work.id, None) is None:
             return
+        self.stats.open = len(self._open)
         awaited = exchange.awaited_block
         if awaited is not None:
             waiting = self._awaited.get(awaited, [])

@@ -121,9 +121,11 @@ class Ledger:
             self.on_change(endpoint)
 
     def pool_changed(self, change: PoolChange) -> None:
-        """Forget the loads of endpoints that have left; what still ends on them is nobody's load."""
+        """Forget the loads of endpoints that have left, and end what is booked on them: it is nobody's load."""
         for endpoint in change.removed:
-            self._by_slot.pop(endpoint.slot, None)
+            load = self._by_slot.pop(endpoint.slot, None)
+            if load is not None:
+                self._reap(list(load.bookings))
 
     def _count_idle(self, load: Load, at: float) -> bool:
         """Reap, after enough idle reports in a row, the bookings that are older than the first of them."""
@@ -133,10 +135,13 @@ class Ledger:
         if load.idle_reports < self._idle_reports_to_reap:
             return False
         stale = [booking for booking in load.bookings if booking.booked_at < load.idle_since]
-        for booking in stale:
-            self._close(booking)
-        self.stats.reaped += len(stale)
+        self._reap(stale)
         return bool(stale)
+
+    def _reap(self, bookings: list[Booking]) -> None:
+        for booking in bookings:
+            self._close(booking)
+        self.stats.reaped += len(bookings)
 
     def _close(self, booking: Booking) -> None:
         load = booking.load

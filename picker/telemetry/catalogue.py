@@ -198,6 +198,7 @@ ROOM_METRICS = (
         "picker_access_log_unmarked_total",
         "Entries of requests that Picker did not route.",
     ),
+    _of_room("exchanges", "open", "picker_open_requests", "Routed requests that have not ended."),
     _of_room("exchanges", "ended_by_stream", "picker_ended_by_stream_total", "Ends seen on the stream."),
     _of_room("exchanges", "ended_by_access_log", "picker_ended_by_access_log_total", "Ends told by the log."),
     _of_room("exchanges", "never_sent", "picker_never_sent_total", "Decisions that the gateway never got."),
@@ -336,6 +337,7 @@ ROOM_METRICS = (
     _of_room("lease", "failures", "picker_lease_failures_total", "Calls about the Lease that failed."),
     _of_room("log", "lost_lines", "picker_log_lost_lines_total", "Log lines that could not be written."),
     _of_room("loop", "lag", "picker_event_loop_lag_seconds", "Longest delay of the event loop of late."),
+    _of_room("loop", "tasks", "picker_event_loop_tasks", "Tasks on the event loop."),
 )
 
 _WAITS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

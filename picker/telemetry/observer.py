@@ -47,6 +47,14 @@ class LoopStats:
     def lag(self) -> float:
         return max(self.recent, default=0.0)
 
+    @property
+    def tasks(self) -> int:
+        """Tasks alive on the running loop; 0 where none runs."""
+        try:
+            return len(asyncio.all_tasks())
+        except RuntimeError:
+            return 0
+
 
 class Telemetry:
     """Metrics, decisions, shares and decision lines.
