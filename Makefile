@@ -41,7 +41,7 @@ test-kube: $(READY)  ## against a real kube-apiserver and etcd
 test-browser: $(READY)  ## the dashboard in a headless Chromium
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 		{ apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core; }
-	$(BIN)/python -m pytest -m browser $(ARGS)
+	$(BIN)/python -m pytest tests/admin -m browser $(ARGS)
 
 test-engine: $(READY)  ## against a real vLLM
 	$(BIN)/python -m pytest -m engine $(ARGS)

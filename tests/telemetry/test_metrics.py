@@ -24,6 +24,7 @@ from picker.pool.ledger import LedgerStats
 from picker.pool.pool import PoolStats
 from picker.pool.scraper import ScraperStats
 from picker.pool.static_file import PoolFileStats
+from picker.queueing.fairness import Gap
 from picker.telemetry import ClassStats, EndpointStats, Telemetry
 from picker.telemetry.catalogue import CATALOGUE, HISTOGRAMS, ROOM_METRICS, STAGES, Kind
 from picker.telemetry.logs import LogStats
@@ -50,6 +51,8 @@ ROOMS = {
     "accuracy": AccuracyStats,
     "tokens": TokenStats,
     "lease": LeaseStats,
+    "fairness": Gap,
+    "fairness_worst": Gap,
     "log": LogStats,
     "loop": LoopStats,
 }
@@ -87,7 +90,7 @@ def scrape(telemetry: Telemetry) -> dict[str, dict[tuple[tuple[str, str], ...], 
 def test_class_gauges_are_the_truth_at_scrape_time(telemetry: Telemetry) -> None:
     waiting = {"premium": 3}
     telemetry.sources.classes = lambda: [
-        ClassStats(name, 512, waiting_requests=count, dropped={"deadline": 2})
+        ClassStats(name, 512, waiting_requests=count, dropped={"deadline": 2}, blocked={"deficit": 1.5})
         for name, count in waiting.items()
     ]
     labels = (("policy_class", "premium"),)
@@ -96,6 +99,23 @@ def test_class_gauges_are_the_truth_at_scrape_time(telemetry: Telemetry) -> None
     after = scrape(telemetry)
     assert after["picker_queue_requests"] == {labels: 0.0}
     assert after["picker_dropped_requests_total"] == {(*labels, ("reason", "deadline")): 2.0}
+    assert after["picker_class_blocked_seconds_total"] == {(*labels, ("reason", "deficit")): 1.5}
+
+
+def test_each_room_is_looked_at_once_in_a_scrape(telemetry: Telemetry) -> None:
+    looks = []
+
+    def look() -> Gap:
+        looks.append(1)
+        return Gap(0.5, 2.5)
+
+    telemetry.sources.stats["fairness"] = look
+    found = scrape(telemetry)
+    assert (found["picker_fairness_gap_rounds"], found["picker_fairness_bound_rounds"]) == (
+        {(): 0.5},
+        {(): 2.5},
+    )
+    assert len(looks) == 1
 
 
 def test_endpoints_that_leave_leave_no_series(telemetry: Telemetry) -> None:
