@@ -311,7 +311,8 @@ def _picker_cluster(options: EnvoyOptions) -> Cluster:
 
 def _readiness_check() -> HealthCheck:
     return HealthCheck(
-        timeout=_seconds(1),
+        # A busy machine is not a reason to leave the only picker that is ready; one that is gone is noticed at once.
+        timeout=_seconds(5),
         interval=_seconds(0.25),
         no_traffic_interval=_seconds(0.25),
         unhealthy_threshold=1,

@@ -231,6 +231,7 @@ class Live:
     engines: dict[str, MockEngine] = field(default_factory=dict)
     kubeconfig: Path = Path()
     port: int = 0
+    gateway: EnvoyProcess | None = None
     _serial: int = 0
 
     # Engines and their pods
@@ -379,10 +380,17 @@ class Live:
         """An Envoy that asks the pickers on these ports, and clients of it."""
         first, *others = [("127.0.0.1", port) for port in ports]
         options = EnvoyOptions(picker=first, standby_pickers=others)
-        envoy = await self.exits.enter_async_context(
-            EnvoyProcess(bootstrap(options).to_json(), directory=self.directory)
-        )
-        return Load(f"http://127.0.0.1:{envoy.port}", self.session)
+        process = EnvoyProcess(bootstrap(options).to_json(), directory=self.directory)
+        self.gateway = await self.exits.enter_async_context(process)
+        return Load(f"http://127.0.0.1:{self.gateway.port}", self.session)
+
+    async def await_known(self, pickers: int) -> None:
+        """Wait until the gateway takes this many pickers to be ready."""
+        assert self.gateway is not None
+        name = "cluster.picker.membership_healthy"
+        async with asyncio.timeout(20):
+            while (await self.gateway.stats(name))[name] != pickers:
+                await asyncio.sleep(0.05)
 
 
 def _merged(first: Any, second: Any) -> Any:
