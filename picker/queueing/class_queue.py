@@ -177,8 +177,8 @@ class ClassQueue:
         """Let an order that follows time or cache look again."""
         self._refreshed_at = self.tick.now
         for flow in self._tenants.values():
-            flow.queue.lanes.refresh(self.tick.now)
-        self._stale = True
+            if flow.queue.lanes.refresh(self.tick.now):
+                self._stale = True
 
     def _look(self) -> None:
         """Find the candidate anew."""

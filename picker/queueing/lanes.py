@@ -126,11 +126,16 @@ class Lanes:
                 if lane.blocked:
                     self._offer(lane)
 
-    def refresh(self, now: float) -> None:
-        """Let orders that follow time or cache look again; their lanes may have other heads, or be held no more."""
+    def refresh(self, now: float) -> bool:
+        """Let orders that follow time or cache look again; their lanes may have other heads, or be held no more.
+        True when anything may have changed.
+        """
+        changed = False
         for lane in self._all():
             if lane.queue.refresh(now):
                 self._settle(lane)
+                changed = True
+        return changed
 
     def reexamine(self) -> list[Work]:
         """The pool has changed: ask anew who may use what. Returns, removed, those that nobody can take now."""

@@ -58,6 +58,8 @@ class Work:
     deadline: float = inf
     ttft_deadline: float = inf
     expected_output_tokens: int = 0
+    # A trusted source wants this request's decision written to the log, whatever is sampled.
+    explain: bool = False
     uncached_tokens: int = field(init=False)
     cost: int = field(init=False)
     output_charge: float = field(init=False)

@@ -255,6 +255,39 @@ class TestCacheAffinity:
         queue.add(work(4, priority=0))
         assert drain(queue) == ["4", "1", "2", "3"]
 
+    def test_what_was_returned_stays_first_even_beyond_the_window(self) -> None:
+        queue = self.queue({}, window=2)
+        for number in range(3):
+            queue.add(work(number))
+        queue.prepend_many(work(number) for number in (10, 11, 12))
+        assert drain(queue) == ["12", "11", "10", "0", "1", "2"]
+
+    @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 6), st.randoms())
+    def test_the_first_is_always_the_first_of_the_window(
+        self, steps: list[int], window: int, random: Any
+    ) -> None:
+        """What is kept between calls (the head, the last of the window) must be what a full scan would find."""
+        cached: dict[str, float] = {}
+        queue = self.queue(cached, window=window, max_wait=3.0)
+        waiting: list[Work] = []
+        for number, step in enumerate(steps):
+            if step <= 1 or not waiting:
+                cached[str(number)] = random.choice([0.0, 5.0, 20.0, 300.0])
+                waiting.append(work(number, priority=random.randint(0, 1)))
+                queue.add(waiting[-1])
+            elif step == 2:
+                waiting.remove(queue.pop())
+            elif step == 3:
+                queue.remove(waiting.pop(random.randrange(len(waiting))))
+            elif step == 4:
+                queue.refresh(number + random.random())
+            else:
+                back = queue.pop()
+                queue.prepend(back)
+            assert len(queue) == len(waiting)
+            assert set(queue) == set(waiting)
+            assert not waiting or queue.peek() is next(iter(queue))
+
     def test_one_leads_and_the_others_wait_for_its_blocks(self) -> None:
         cached: dict[str, CacheLook] = {str(number): CacheLook(0, 77) for number in (1, 2)}
         cached["3"] = CacheLook(0, 88)
