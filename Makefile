@@ -33,7 +33,7 @@ format: $(READY)  ## let ruff write the code as it likes it
 	$(BIN)/ruff format .
 
 bench: $(READY)  ## cost of the request path, against a bare echo server
-	$(BIN)/python -m tests.benchmarks $(ARGS)
+	$(BIN)/python -m tests.benchmarks.bench_extproc $(ARGS)
 
 test-kube: $(READY)  ## against a real kube-apiserver and etcd
 	$(BIN)/python -m pytest -m kube $(ARGS)
