@@ -12,7 +12,7 @@ from picker.kvcache.index import KvIndex
 from picker.kvcache.keys import root_key
 from picker.kvcache.predicted import CombinedIndex, PredictedIndex
 from picker.policy import Policy
-from picker.pool.endpoint import EndpointSpec
+from picker.pool.endpoint import EndpointSpec, EngineReport
 from picker.pool.ledger import Booking, Ledger
 from picker.pool.pool import Pool
 from picker.queueing.admission import AdmissionQueue
@@ -22,8 +22,9 @@ from picker.selection.selector import Demand, Selector
 from picker.simulation.replay import Dispatch, Pod
 from picker.simulation.workloads import Arrival
 
-# The default of `kvcache.bridge_ttl`.
+# The defaults of `kvcache.bridge_ttl` and `pool.scrape_interval`.
 _BRIDGE_SECONDS = 10.0
+_SCRAPE_SECONDS = 0.2
 
 
 @dataclass(slots=True)
@@ -68,6 +69,8 @@ class CorePicker:
             )
             for pod in pods
         )
+        self._pods = pods
+        self._scraped_at = -inf
         self._capacity = shape.num_blocks
         self._max_wait = max_wait
         self._waiting: dict[Work, Arrival] = {}
@@ -76,6 +79,8 @@ class CorePicker:
 
     def arrive(self, now: float, arrival: Arrival) -> Iterable[Dispatch]:
         self.predicted.expire(now)
+        if now - self._scraped_at >= _SCRAPE_SECONDS:
+            self._scrape(now)
         work = self._work(now, arrival)
         self._waiting[work] = arrival
         return self._dispatches(self.queue.submit(work, now), now)
@@ -91,6 +96,23 @@ class CorePicker:
 
     def next_wakeup(self) -> float:
         return self.queue.next_wakeup()
+
+    def _scrape(self, now: float) -> None:
+        """Take the engines' figures, as old as a scrape may be when the next decision is made."""
+        self._scraped_at = now
+        for endpoint in self.pool:
+            model = self._pods[endpoint.slot].model
+            report = EngineReport(
+                at=now,
+                running=len(model.running),
+                waiting=len(model.waiting),
+                kv_usage=model.cache.usage,
+                block_size=model.shape.block_size,
+                num_blocks=model.shape.num_blocks,
+            )
+            self.pool.report(endpoint.spec.uid, report)
+            self.ledger.correct(endpoint, report)
+            self.queue.reported(endpoint)
 
     def _work(self, now: float, arrival: Arrival) -> Work:
         prompt = PromptKeys((arrival.prompt_tokens,), lambda block_size: (arrival.blocks,))

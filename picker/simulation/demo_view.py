@@ -115,6 +115,7 @@ class Monitor:
         table = Table(
             box=SIMPLE_HEAD,
             pad_edge=False,
+            collapse_padding=True,
             title="Classes: share of uncached tokens while all of them wait",
             caption="p50 and p99 of the time to the first token",
         )
@@ -122,7 +123,7 @@ class Monitor:
         for name in ("owed", "got"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("", width=_BAR_WIDTH)
-        for name in ("waiting", "answered", "p50", "p99", "cached"):
+        for name in ("waiting", "done", "p50", "p99", "cached"):
             table.add_column(name, justify="right", no_wrap=True)
         for number, figures in enumerate(self.classes.values()):
             colour = _COLOURS[number % len(_COLOURS)]

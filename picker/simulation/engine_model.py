@@ -173,6 +173,8 @@ class EngineModel:
         self._context = 0
         self._iteration = 0
         self._orders = 0
+        # The head of the queue that did not fit, and the free blocks at that time.
+        self._blocked: tuple[Job | None, int] = (None, 0)
         self._growths: list[_Due] = []
         self._finishes: list[_Due] = []
 
@@ -223,6 +225,7 @@ class EngineModel:
             if self._grow_or_preempt(job, job.computed + chunk):
                 chunks.append((job, chunk))
                 budget -= chunk
+                self._blocked = (None, 0)
             else:
                 preempted = True
         if not preempted:
@@ -235,7 +238,8 @@ class EngineModel:
             attention += chunk * (job.computed + chunk / 2)
         prefill = sum(chunk for _, chunk in chunks)
         seconds = self.cost.seconds(prefill, attention, self._decoding, self._context)
-        iterations = 1 if chunks else self._uneventful(limit)
+        # After a preemption nobody is admitted in the same iteration, but perhaps in the next.
+        iterations = 1 if chunks or preempted else self._uneventful(limit)
         return Step(now, seconds, iterations, chunks, prefill)
 
     def end(self, step: Step) -> Outcome:
@@ -298,13 +302,17 @@ class EngineModel:
     def _admit(self, budget: int, chunks: list[tuple[Job, int]]) -> None:
         while self.waiting and budget > 0 and len(self.running) < self.shape.max_num_seqs:
             job = self.waiting[0]
+            if self._still_blocked(job):
+                return
             matched = self.cache.reusable(job.table.keys, job.target)
             # The whole prompt has to fit, though only its first chunk is given blocks now.
             if not self.cache.fits(job.table, matched, job.target):
+                self._blocked = (job, self.cache.free_blocks)
                 return
             cached = matched * self.shape.block_size
             chunk = min(budget, job.target - cached)
             self.cache.start(job.table, matched, cached + chunk)
+            self._blocked = (None, 0)
             self.waiting.popleft()
             self.running[job] = None
             self._prefilling[job] = None
@@ -316,6 +324,11 @@ class EngineModel:
             self.stats.prefix_hits += cached
             chunks.append((job, chunk))
             budget -= chunk
+
+    def _still_blocked(self, job: Job) -> bool:
+        """Whether a job that did not fit cannot fit now: nothing was freed, and no prompt went on since."""
+        blocked, free = self._blocked
+        return job is blocked and self.cache.free_blocks <= free
 
     def _uneventful(self, limit: int | None) -> int:
         """How many iterations can pass before a job finishes or needs a block."""

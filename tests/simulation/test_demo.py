@@ -71,13 +71,17 @@ def test_answers_and_failures_are_told_apart() -> None:
 
 def test_the_view_fits_a_terminal_of_80_columns() -> None:
     watched = monitor()
-    watched.take_status(status(a=(100, 1000), b=(100, 0)))
+    watched = Monitor(watched.engines, {name: ClassFigures(name) for name in ("premium", "standard")})
+    for cost in (1000, 2000):
+        watched.take_status(status(premium=(1000, cost), standard=(1000, 0)))
+    for record in (Record("standard", 0.0, 0.0, 99.25, 99.5, 200) for _ in range(10_000)):
+        watched.take_record(record)
     console = Console(width=80, record=True, file=None, quiet=True)
     with console.capture() as captured:
         console.quiet = False
         console.print(watched.render(Text("title"), 0.5))
     assert "…" not in captured.get()
-    assert "answered" in captured.get()
+    assert "10000" in captured.get()
 
 
 async def start_demo(*options: str) -> asyncio.subprocess.Process:

@@ -166,7 +166,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(arrivals, st.integers(18, 60), st.integers(1, 6), st.integers(2, 40))
 def test_everybody_finishes_and_long_steps_change_nothing(
     history: list[tuple[int, int, int, int]], blocks: int, seqs: int, budget: int
