@@ -34,8 +34,8 @@ class AccessLogSink(Protocol):
         """One request is over.
 
         `upstream` is the `ip:port` that answered (None: none was reached). `status` is 0 when the client got no
-        response. Times are seconds from the request's first byte to the response's first from the upstream and
-        last to the client.
+        response. Times are seconds from when the gateway began to send the request upstream, which leaves out
+        its wait for the decision: to the first byte from the upstream, and to the last to the client.
         """
 
 
@@ -91,8 +91,8 @@ class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[m
                 request_id,
                 _upstream(common),
                 entry.response.response_code.value,
-                _seconds(common, "time_to_first_upstream_rx_byte"),
-                _seconds(common, "time_to_last_downstream_tx_byte"),
+                _seconds_upstream(common, "time_to_first_upstream_rx_byte"),
+                _seconds_upstream(common, "time_to_last_downstream_tx_byte"),
             )
         except Exception:
             self.stats.sink_errors += 1
@@ -107,8 +107,12 @@ def _upstream(common: AccessLogCommon) -> str | None:
     return f"{host}:{address.port_value}"
 
 
-def _seconds(common: AccessLogCommon, name: str) -> float | None:
-    if not common.HasField(name):
+def _seconds_upstream(common: AccessLogCommon, name: str) -> float | None:
+    """A time of the entry, which are all since the request arrived, from the start of its way upstream."""
+    if not common.HasField(name) or not common.HasField("time_to_first_upstream_tx_byte"):
         return None
-    duration: Duration = getattr(common, name)
-    return duration.seconds + duration.nanos / 1e9
+    return _seconds(getattr(common, name)) - _seconds(common.time_to_first_upstream_tx_byte)
+
+
+def _seconds(duration: Duration) -> float:
+    return float(duration.seconds + duration.nanos / 1e9)

@@ -36,6 +36,7 @@ class RoutedExchange:
     released: Released
     booking: Booking
     observes_response: bool
+    gateway_id: str | None = None
     usage: UsageReader | None = None
     awaited_block: tuple[int, int] | None = None
 
@@ -87,14 +88,28 @@ class Exchanges:
     on_usage: Callable[[Released, Usage], None] = lambda released, usage: None
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     _open: dict[str, RoutedExchange] = field(default_factory=dict)
+    _by_gateway_id: dict[str, RoutedExchange] = field(default_factory=dict)
     _awaited: dict[tuple[int, int], list[RoutedExchange]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self, released: Released, *, observes_response: bool, last_block: int | None) -> RoutedExchange:
-        """Follow a request that is about to be sent. last_block: the key that its prefill will store last."""
-        exchange = RoutedExchange(self, released, released.booking, observes_response)
+    def begin(
+        self,
+        released: Released,
+        *,
+        observes_response: bool,
+        last_block: int | None,
+        gateway_id: str | None = None,
+    ) -> RoutedExchange:
+        """Follow a request that is about to be sent. last_block: the key that its prefill will store last.
+
+        gateway_id: the id that the gateway gave the request at ingress. A client may leave after our answer is
+        written and before the gateway takes it up; the access log then knows the request by this id only.
+        """
+        exchange = RoutedExchange(self, released, released.booking, observes_response, gateway_id)
+        if gateway_id is not None:
+            self._by_gateway_id[gateway_id] = exchange
         if self.reads_usage and observes_response:
             exchange.usage = UsageReader()
         self._open[released.work.id] = exchange
@@ -134,7 +149,7 @@ class Exchanges:
         """The gateway's access log: a request is over. first_byte: seconds from its arrival upstream to the
         first byte of the answer, None if there was none.
         """
-        exchange = self._open.get(request_id)
+        exchange = self._open.get(request_id) or self._by_gateway_id.get(request_id)
         if exchange is None:
             self.stats.unknown_access_log_entries += 1
             return
@@ -152,6 +167,8 @@ class Exchanges:
         """Release the booking; safe to say twice."""
         if self._open.pop(exchange.released.work.id, None) is None:
             return
+        if exchange.gateway_id is not None and self._by_gateway_id.get(exchange.gateway_id) is exchange:
+            del self._by_gateway_id[exchange.gateway_id]
         self.stats.open = len(self._open)
         awaited = exchange.awaited_block
         if awaited is not None:

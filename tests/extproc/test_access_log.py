@@ -24,6 +24,7 @@ def entry(
     common = logged.common_properties
     common.upstream_remote_address.socket_address.address = upstream
     common.upstream_remote_address.socket_address.port_value = 8000
+    common.time_to_first_upstream_tx_byte.FromMilliseconds(100)
     common.time_to_first_upstream_rx_byte.FromMilliseconds(250)
     common.time_to_last_downstream_tx_byte.FromMilliseconds(1500)
     logged.response.response_code.value = status
@@ -56,7 +57,7 @@ async def test_each_entry_of_a_batch_is_passed_on() -> None:
         call = stub.StreamAccessLogs()
         await call.write(message(entry("a"), entry("b", upstream="fd00::5", status=503)))
         await eventually(lambda: len(sink) == 2)
-        assert sink == [("a", "10.0.0.1:8000", 200, 0.25, 1.5), ("b", "[fd00::5]:8000", 503, 0.25, 1.5)]
+        assert sink == [("a", "10.0.0.1:8000", 200, 0.15, 1.4), ("b", "[fd00::5]:8000", 503, 0.15, 1.4)]
         await call.done_writing()
         await call
 

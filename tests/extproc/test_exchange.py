@@ -48,3 +48,21 @@ def test_those_that_still_run_are_kept() -> None:
     fleet.ledger.correct(fleet.engine("a"), EngineReport(at=1.0, running=3, waiting=0))
     exchanges.forget_reaped()
     assert len(exchanges) == 3
+
+
+def test_of_a_client_that_left_before_our_answer_was_taken_up() -> None:
+    """The gateway's log then knows the request by the id of its own; another's id ends nobody's request."""
+    fleet = Fleet([PolicyClass(name="only", quantum=512)])
+    exchanges = Exchanges(fleet.pool, fleet.ledger, Calibration(), lambda: fleet.now, lambda: None)
+    for gateway_id in ("first", "same", "same"):
+        fleet.submit("only")
+        exchanges.begin(fleet.released[-1], observes_response=False, last_block=None, gateway_id=gateway_id)
+    exchanges.logged("first", None)
+    exchanges.logged("first", None)
+    exchanges.logged("nobody", None)
+    assert (len(exchanges), exchanges.stats.unknown_access_log_entries) == (2, 2)
+    assert fleet.ledger.load(0).running == 2
+    exchanges.logged("same", None)
+    for released in fleet.released:
+        exchanges.logged(released.work.id, None)
+    assert (len(exchanges), fleet.ledger.load(0).running) == (0, 0)
