@@ -25,6 +25,8 @@ class Load:
     idle_reports: int = 0
     idle_since: float = 0.0
     bookings: set[Booking] = field(default_factory=set)
+    # Whose load this is, once the pool has told.
+    owner: Endpoint | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -65,14 +67,19 @@ class Ledger:
         return load
 
     def book(self, endpoint: Endpoint, uncached_tokens: int, now: float) -> Booking:
-        """Charge one request of `uncached_tokens` to prefill to an endpoint."""
+        """Charge one request of `uncached_tokens` to prefill to an endpoint.
+
+        On an endpoint that has left (a late move to it) it is nobody's load, even if the slot is another's by now.
+        """
         load = self.load(endpoint.slot)
+        if load.owner is not None and load.owner is not endpoint:
+            load = Load(owner=endpoint)
         load.prefill_tokens += uncached_tokens
         load.running += 1
         booking = Booking(endpoint, load, uncached_tokens, now)
         load.bookings.add(booking)
         self.stats.booked += 1
-        self.on_change(endpoint)
+        self._changed(booking)
         return booking
 
     def prefill_done(self, booking: Booking) -> None:
@@ -126,6 +133,8 @@ class Ledger:
             load = self._by_slot.pop(endpoint.slot, None)
             if load is not None:
                 self._reap(list(load.bookings))
+        for endpoint in change.added:
+            self._by_slot[endpoint.slot] = Load(owner=endpoint)
 
     def _count_idle(self, load: Load, at: float) -> bool:
         """Reap, after enough idle reports in a row, the bookings that are older than the first of them."""

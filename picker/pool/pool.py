@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -103,7 +103,8 @@ class Pool:
             return None
         before, endpoint.report = endpoint.report, report
         self._block_sizes = None
-        if (before.adapters if before else frozenset()) != report.adapters:
+        servable = (report.adapters, report.max_adapters)
+        if servable != ((before.adapters, before.max_adapters) if before else (frozenset(), None)):
             self._announce(PoolChange(changed=(endpoint,)))
         return endpoint
 
@@ -113,6 +114,18 @@ class Pool:
         if endpoint is not None and endpoint.fenced != fenced:
             endpoint.fenced = fenced
             self._announce(PoolChange(changed=(endpoint,)))
+
+    @property
+    def stale_mask(self) -> int:
+        return sum(endpoint.bit for endpoint in self if endpoint.stale)
+
+    def mark_stale(self, uids: Collection[str]) -> None:
+        """Say which endpoints are not heard any more; all others are."""
+        changed = [endpoint for endpoint in self if endpoint.stale != (endpoint.spec.uid in uids)]
+        for endpoint in changed:
+            endpoint.stale = not endpoint.stale
+        if changed:
+            self._announce(PoolChange(changed=tuple(changed)))
 
     def serves_adapter(self, model: str) -> bool:
         """Does any engine report this model as a LoRA adapter of its own?"""
