@@ -97,7 +97,11 @@ class App:
         )
         self.scraper = Scraper(
             self._take_report,
-            ScraperSettings(interval=settings.pool.scrape_interval, timeout=settings.pool.scrape_timeout),
+            ScraperSettings(
+                interval=settings.pool.scrape_interval,
+                timeout=settings.pool.scrape_timeout,
+                stale_after=settings.pool.stale_after,
+            ),
             self.clock,
         )
         # Before the queue: it decides with what these have made of a change.
@@ -146,6 +150,7 @@ class App:
                 body_limits=settings.requests,
                 trust=settings.policy.hints,
                 max_wait=settings.queue.max_wait or inf,
+                choices=settings.extproc.choices,
                 shadow=settings.extproc.shadow,
             ),
             stages=self.telemetry.stages,
@@ -379,6 +384,8 @@ class App:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self.predicted.expire(self.clock())
+            self.exchanges.forget_reaped()
+            self.pool.mark_stale(self.scraper.stale())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

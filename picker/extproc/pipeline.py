@@ -9,6 +9,7 @@ from itertools import count
 from math import inf
 from uuid import uuid4
 
+from picker.extproc.access_log import MAX_REQUEST_ID_CHARS, REQUEST_ID_HEADER
 from picker.extproc.dispatcher import Dispatcher
 from picker.extproc.exchange import Exchanges
 from picker.extproc.handler import Arrival, Refused, Routed
@@ -30,7 +31,8 @@ from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Decision, Demand, Selector
 from picker.tokens import TokenCount, Tokenizers
 
-REQUEST_ID_HEADER = "x-picker-request-id"
+# What vLLM and SGLang read to choose among the ranks behind one port.
+RANK_HEADER = "x-data-parallel-rank"
 
 _STATUS = {
     DropReason.QUEUE_FULL_REQUESTS: 429,
@@ -161,6 +163,7 @@ class Pipeline:
             model=model,
             class_hint=hints.policy_class,
             deadline=self._deadline(arrival, hints, policy_class),
+            explain=hints.explain,
             ttft_deadline=arrival.received_at + hints.ttft_ms / 1000 if hints.ttft_ms else inf,
             expected_output_tokens=request.max_tokens or 0,
         )
@@ -185,15 +188,18 @@ class Pipeline:
             released,
             observes_response=arrival.observes_response,
             last_block=prompt.last_block(block_size),
+            gateway_id=_gateway_id(arrival),
         )
-        id_header = ((REQUEST_ID_HEADER, work.id),)
+        headers = [(REQUEST_ID_HEADER, work.id)]
         if self.settings.shadow:
-            return Routed(None, exchange, set_headers=id_header)
+            return Routed(None, exchange, set_headers=tuple(headers))
         self.on_sent(released, prompt)
+        if endpoint.spec.shares_port:
+            headers.append((RANK_HEADER, str(endpoint.spec.rank)))
         return Routed(
             endpoint=released.decision.destinations(self.settings.choices),
             exchange=exchange,
-            set_headers=id_header,
+            set_headers=tuple(headers),
             remove_headers=hints.consumed_headers,
         )
 
@@ -232,6 +238,11 @@ class _Unfollowed:
 
     def finished(self, delivered: bool) -> None:
         pass
+
+
+def _gateway_id(arrival: Arrival) -> str | None:
+    given = next((value for name, value in arrival.headers if name == REQUEST_ID_HEADER), "")
+    return given if 0 < len(given) <= MAX_REQUEST_ID_CHARS else None
 
 
 def _constraints(arrival: Arrival, hints: Hints) -> Constraints:

@@ -31,6 +31,8 @@ class EndpointSpec:
     address: str
     port: int
     rank: int = 0
+    # Several ranks behind one port: the engine must be told which one is meant.
+    shares_port: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: tuple[Taint, ...] = ()
     ready: bool = True
@@ -74,7 +76,7 @@ class Endpoint:
     `spec` and `report` are replaced whole by the pool; everything else that changes lives in the ledger.
     """
 
-    __slots__ = ("bit", "block_size_seen", "fenced", "report", "slot", "spec")
+    __slots__ = ("bit", "block_size_seen", "fenced", "report", "slot", "spec", "stale")
 
     def __init__(self, slot: int, spec: EndpointSpec) -> None:
         self.slot = slot
@@ -83,6 +85,8 @@ class Endpoint:
         self.report: EngineReport | None = None
         # Taken out by the operator or by an overload fence until that is lifted.
         self.fenced = False
+        # Its metrics have not been heard for a while: perhaps it is gone. Passed over while others are heard.
+        self.stale = False
         # Learned from KV events: the truth, where there is one.
         self.block_size_seen: int | None = None
 

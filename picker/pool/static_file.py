@@ -199,6 +199,7 @@ def _expand(entry: _Entry) -> Iterator[EndpointSpec]:
             address=address,
             port=port,
             rank=rank,
+            shares_port=entry.ranks > 1,
             labels=entry.labels,
             taints=tuple(sorted({Taint.parse(taint) for taint in entry.taints})),
             cordoned=entry.cordoned,

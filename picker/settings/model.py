@@ -62,6 +62,11 @@ class ExtProcSettings(Section):
         gt=0,
         description="Bytes of all bodies held at once; past it new requests get 503.",
     )
+    choices: PositiveInt = Field(
+        1,
+        description="Endpoints named in the answer, in order of preference. More than 1 only for gateways that walk"
+        " such a list; the Envoy of the chart takes the first.",
+    )
     max_streams: PositiveInt = Field(20_000, description="Requests open at once; past it new ones get 503.")
     shadow: bool = Field(
         False,
@@ -166,6 +171,10 @@ class PoolSettings(Section):
     max_endpoints: PositiveInt = Field(4096, description="Endpoints past this number are left out.")
     scrape_interval: PositiveFloat = Field(1.0, description="Seconds between scrapes of an engine.")
     scrape_timeout: PositiveFloat = Field(1.0, description="Seconds to wait for a scrape.")
+    stale_after: PositiveFloat = Field(
+        5.0,
+        description="An engine whose metrics were not heard for so many seconds gets no request while another is heard.",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> PoolSettings:

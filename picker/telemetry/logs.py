@@ -131,6 +131,12 @@ class DecisionLines:
             else:
                 self._skipped += 1
 
+    def explain(self, record: DecisionRecord) -> None:
+        """Write all of a decision: what was weighed, by which terms, and who was left out for what reason."""
+        candidates = [f"{each.name} {each.total:.0f} {dict(each.terms)}" for each in record.candidates]
+        rejected = [f"{each.name} {each.reason}" for each in record.rejected]
+        self._line(logging.INFO, record, candidates=candidates, rejected=rejected, deficit=record.deficit)
+
     def _take_token(self) -> bool:
         now = self._clock()
         room = max(1.0, self._per_second)
@@ -141,7 +147,7 @@ class DecisionLines:
         self._tokens -= 1.0
         return True
 
-    def _line(self, level: int, record: DecisionRecord) -> None:
+    def _line(self, level: int, record: DecisionRecord, **more: Any) -> None:
         data: dict[str, Any] = {
             "request": record.id,
             "class": record.policy_class,
@@ -151,6 +157,7 @@ class DecisionLines:
             "cost": record.cost,
             "wait": round(record.wait, 6),
             "endpoint": record.chosen,
+            **more,
         }
         if self._skipped:
             data["not_logged"] = self._skipped

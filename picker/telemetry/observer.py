@@ -101,12 +101,13 @@ class Telemetry:
                 chosen=decision.endpoint.spec.authority,
                 candidates=tuple(_candidate(each) for each in decision.candidates[:MAX_CANDIDATES]),
                 rejected=self._rejections(decision.eligibility.refused),
-            )
+            ),
+            explain=work.explain,
         )
 
     def dropped(self, dropped: Dropped) -> None:
         waited = max(0.0, self._clock() - dropped.work.arrival)
-        self._keep(self._record(dropped.work, str(dropped.reason), waited))
+        self._keep(self._record(dropped.work, str(dropped.reason), waited), explain=dropped.work.explain)
 
     def reported(self, predicted: int, cached: int) -> None:
         """An engine has told in its response how many of a prompt's tokens it had cached."""
@@ -125,9 +126,12 @@ class Telemetry:
             await asyncio.sleep(_LAG_EVERY)
             self._loop.recent.append(max(0.0, loop.time() - asleep - _LAG_EVERY))
 
-    def _keep(self, record: DecisionRecord) -> None:
+    def _keep(self, record: DecisionRecord, *, explain: bool = False) -> None:
         self.decisions.add(record)
-        self._lines.write(record)
+        if explain:
+            self._lines.explain(record)
+        else:
+            self._lines.write(record)
 
     def _record(
         self,

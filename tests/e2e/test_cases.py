@@ -22,7 +22,9 @@ from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata.v3 import
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.google.protobuf import Any as PackedMessage
 
+from picker.extproc.handler import Arrival, Routed
 from picker.simulation.mock_engine import MockEngineSettings
+from picker.telemetry.logs import FIELDS
 from tests.e2e.stack import MODEL, Stack, running_stack
 
 pytestmark = pytest.mark.e2e
@@ -283,6 +285,52 @@ class TestAborts:
         assert (await stack.complete("x"))["status"] == 200
         await stack.settled()
         assert load(stack) == [(0, 0)] * 3
+
+
+class TestHints:
+    async def test_a_rank_behind_a_shared_port_is_named_to_the_engine(self, tmp_path: Path) -> None:
+        hints = {"hints": {"rank": "accept"}}
+        ranks = [{"ranks": 2}]
+        async with running_stack(
+            tmp_path, [FAST], settings={"policy": hints}, endpoint_extras=ranks
+        ) as stack:
+            for rank in ("1", "0"):
+                answer = await stack.complete("x", headers={"x-data-parallel-rank": rank})
+                assert answer["status"] == 200
+            answer = await stack.complete("x", headers={"x-data-parallel-rank": "2"})
+            assert (answer["status"], answer["error"]["code"]) == (503, "no_endpoint")
+            seen = [each.headers.getall("x-data-parallel-rank") for each in stack.engines[0].served]
+            assert seen == [["1"], ["0"]]
+
+    async def test_an_explained_decision_is_in_the_log_with_all_its_terms(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        hints = {"hints": {"explain": "accept"}}
+        async with running_stack(tmp_path, [FAST, FAST], settings={"policy": hints}) as stack:
+            with caplog.at_level("INFO", logger="picker.decisions"):
+                await stack.complete("hello", headers={"x-picker-explain": "1"})
+        lines = [vars(each)[FIELDS] for each in caplog.records if FIELDS in vars(each)]
+        explained = [each for each in lines if "candidates" in each]
+        assert len(explained) == 1
+        assert {each.split()[0] for each in explained[0]["candidates"]} == {"pod-0", "pod-1"}
+        assert "uncached_tokens" in explained[0]["candidates"][0]
+
+    async def test_a_fallback_list_names_the_next_best_too(self, tmp_path: Path) -> None:
+        """Not sent through this Envoy, whose cluster takes one address only."""
+        async with running_stack(tmp_path, [FAST, FAST], settings={"extproc": {"choices": 2}}) as stack:
+            body = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
+            now = stack.app.clock()
+            arrival = Arrival("POST", "/v1/completions", "x", [], body, True, {}, now, True)
+            routed = await stack.app.pipeline.route(arrival)
+            assert isinstance(routed, Routed)
+            best, second = routed.endpoint.split(",")
+            assert {best, second} == {engine.addresses.http for engine in stack.engines}
+            loads = {each.spec.authority: stack.app.ledger.load(each.slot) for each in stack.app.pool}
+            assert (loads[best].running, loads[second].running) == (1, 0)
+            routed.exchange.response_headers(200, [], second)
+            assert (loads[best].running, loads[second].running) == (0, 1), "the booking follows who served"
+            routed.exchange.finished(True)
+            assert load(stack) == [(0, 0)] * 2
 
 
 class TestMetricLabels:
