@@ -283,6 +283,35 @@ async def test_over_tls() -> None:
                 assert (await post(gw, framing, b"x" * 200_000)).status_code == 200
 
 
+async def test_a_client_that_leaves_as_it_is_decided_is_still_told_of() -> None:
+    """C21: our answer, and the id in it, may come too late for Envoy; its log then has the id it made itself."""
+    released: dict[str, asyncio.Event] = {}
+
+    async def decide(handler: StubHandler, arrival: Arrival) -> Routed:
+        released[arrival.path] = asyncio.Event()
+        await released[arrival.path].wait()
+        return handler.routed(set_headers=(("x-picker-request-id", arrival.path),))
+
+    async with upstream() as pod:
+        handler = StubHandler(pod.address, decide=decide)
+        async with gateway(handler) as gw:
+            for number in range(30):
+                path = f"/{number}"
+                _, writer = await asyncio.open_connection("127.0.0.1", gw.envoy.port)
+                writer.write(f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+                await writer.drain()
+                await eventually(lambda path=path: path in released)
+                writer.transport.abort()
+                released[path].set()
+            await settled(gw, handler)
+            await eventually(lambda: len(gw.logged) == 30)
+            made = {
+                dict(arrival.headers)["x-picker-request-id"]: arrival.path for arrival in handler.arrivals
+            }
+            told = {made.get(entry.request_id, entry.request_id) for entry in gw.logged}
+            assert told == set(released)
+
+
 @pytest.mark.parametrize("observation", MODES)
 async def test_clients_that_leave_at_any_moment_leave_nothing(observation: ResponseObservation) -> None:
     """C21: while held, after our answer, mid-stream, during the upload, or never."""

@@ -348,6 +348,25 @@ async def test_a_slow_gateway_bounds_what_is_kept_for_it() -> None:
         assert sum(len(data) for data, _ in streamed_pieces(replies, "response_body")) == 400 * 60_000
 
 
+async def test_chunks_that_wait_leave_together() -> None:
+    """What a gateway does not take at once goes back in fewer messages, and not a byte less."""
+    server = ExtProcServer(StubHandler())
+    async with gateway_client(server) as gateway:
+        stream = gateway.open()
+        await stream.send(messages.request_headers("GET", end=True), messages.response_headers())
+        chunks = [b"data: %0100d\n\n" % n for n in range(2000)]
+        sending = asyncio.create_task(stream.send(*map(messages.response_body, chunks)))
+        await eventually(lambda: server.stats.received_messages == len(chunks) + 2, 20)
+        await sending
+        await stream.send(messages.response_body(b"", end=True))
+        replies = await stream.receive_until(
+            lambda reply: reply.response_body.response.body_mutation.streamed_response.end_of_stream
+        )
+        echoed = streamed_pieces(replies, "response_body")
+        assert b"".join(data for data, _ in echoed) == b"".join(chunks)
+        assert len(echoed) < len(chunks) / 2
+
+
 async def test_many_streams_at_once_leave_nothing_behind() -> None:
     handler = StubHandler()
     async with gateway_client(ExtProcServer(handler)) as gateway:
