@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
+import re
 import shlex
 import signal
 import sys
@@ -15,6 +17,7 @@ from typing import Annotated, Any
 
 import aiohttp
 import typer
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -65,6 +68,9 @@ def demo_command(
         bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Other prompts for another number.")] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Save the last view under load as an SVG picture.", dir_okay=False)
+    ] = None,
     keep: Annotated[
         Path | None,
         typer.Option(help="Directory to leave Picker's settings, pool, policy and log in.", file_okay=False),
@@ -80,7 +86,9 @@ def demo_command(
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
     try:
-        monitor, seconds = asyncio.run(_run(console, duration, requests, seed, keep, live=not json_output))
+        monitor, seconds = asyncio.run(
+            _run(console, duration, requests, seed, keep, picture, live=not json_output)
+        )
     except (EnvoyUnavailable, PickerFailed) as error:
         Console(stderr=True, highlight=False).print(f"[red]The demo could not start.[/] {error}")
         raise typer.Exit(1) from None
@@ -95,7 +103,14 @@ def demo_command(
 
 
 async def _run(
-    console: Console, duration: float, total: int | None, seed: int, keep: Path | None, *, live: bool
+    console: Console,
+    duration: float,
+    total: int | None,
+    seed: int,
+    keep: Path | None,
+    picture: Path | None,
+    *,
+    live: bool,
 ) -> tuple[Monitor, float]:
     engines = [
         MockEngineSettings(
@@ -119,7 +134,7 @@ async def _run(
         if live and not console.is_terminal:
             console.print(title, soft_wrap=True)
         view = Live(console=console, auto_refresh=False) if live and console.is_terminal else None
-        seconds = await _send_and_watch(cluster, monitor, view, title, duration, total, seed)
+        seconds = await _send_and_watch(cluster, monitor, view, title, duration, total, seed, picture)
         return monitor, seconds
 
 
@@ -131,6 +146,7 @@ async def _send_and_watch(
     duration: float,
     total: int | None,
     seed: int,
+    picture: Path | None,
 ) -> float:
     """Send the traffic, follow it to its end or to Ctrl-C, and return how long that took."""
     started = time.monotonic()
@@ -147,9 +163,11 @@ async def _send_and_watch(
         try:
             while not traffic.done():
                 monitor.take_status(await _status(admin, cluster.admin_url))
+                elapsed = time.monotonic() - started
+                done = monitor.answered / total if total else elapsed / duration
+                if picture is not None and done < 1.0:
+                    _draw(picture, monitor, done)
                 if view is not None:
-                    elapsed = time.monotonic() - started
-                    done = monitor.answered / total if total else elapsed / duration
                     view.update(monitor.render(title, done), refresh=True)
                 await asyncio.wait({traffic}, timeout=_REFRESH_SECONDS)
         finally:
@@ -166,6 +184,14 @@ async def _status(admin: aiohttp.ClientSession, url: str) -> dict[str, Any]:
         response.raise_for_status()
         status: dict[str, Any] = await response.json()
         return status
+
+
+def _draw(path: Path, monitor: Monitor, done: float) -> None:
+    canvas = Console(record=True, width=82, file=io.StringIO(), force_terminal=True)
+    canvas.print(monitor.render(Text("Picker between a real Envoy and four mock engines", "bold"), done))
+    # Without the fonts that it would load from elsewhere.
+    form = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    canvas.save_svg(str(path), title="picker demo", code_format=form)
 
 
 def _title(cluster: LocalCluster) -> Text:
