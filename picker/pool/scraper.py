@@ -95,12 +95,16 @@ class Scraper:
 
     @property
     def stats(self) -> ScraperStats:
-        limit = self._clock() - self.settings.stale_after
         self._stats.targets = len(self._targets)
-        self._stats.stale = sum(
-            len(target.endpoints) for target in self._targets.values() if target.fresh_at < limit
-        )
+        self._stats.stale = len(self.stale())
         return self._stats
+
+    def stale(self) -> set[str]:
+        """The uids of scraped endpoints that have not been heard for `stale_after`."""
+        limit = self._clock() - self.settings.stale_after
+        return {
+            uid for target in self._targets.values() if target.fresh_at < limit for uid in target.endpoints
+        }
 
     def update(self, specs: Iterable[EndpointSpec]) -> None:
         """Scrape the pages of exactly these endpoints: new ones start, ones that left stop at once."""

@@ -21,6 +21,7 @@ class Ineligible(StrEnum):
     TAINT = "taint"
     REQUIRED_TAINT = "required_taint"
     ADAPTER = "adapter"
+    STALE = "stale"  # only where another endpoint would do that is heard
 
 
 @dataclass(frozen=True, slots=True)

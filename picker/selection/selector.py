@@ -186,6 +186,10 @@ class Selector:
                 mask |= endpoint.bit
             else:
                 refused[endpoint.slot] = reason
+        heard = mask & ~self.pool.stale_mask
+        if heard and heard != mask:
+            refused |= {endpoint.slot: Ineligible.STALE for endpoint in self.pool.in_mask(mask & ~heard)}
+            mask = heard
         return Eligibility(mask, refused)
 
     def _draw(self, costs: list[float], temperature: float) -> int:
