@@ -45,13 +45,14 @@ from picker.queueing.fairness import FairnessMeter
 from picker.queueing.work import Outcome, Released
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
-from picker.settings import Settings
-from picker.settings.model import ExtProcSettings, KubernetesSettings, TlsSettings
+from picker.settings import Settings, SettingsError
+from picker.settings.model import ExtProcSettings, KubernetesSettings, TelemetrySettings, TlsSettings
 from picker.telemetry import Telemetry
 from picker.tokens import TokenBudget, Tokenizers
 
 if TYPE_CHECKING:
     from picker.pool.kube.membership import Membership, PoolMember
+    from picker.telemetry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -127,9 +128,18 @@ class App:
             decisions=settings.telemetry.decisions,
             lines_per_second=settings.log.decisions_per_second,
         )
+        self.selector.timer, self.selector.observe = time.perf_counter, self.telemetry.stages["select"]
         self.dispatcher = Dispatcher(self.queue, self.clock, self._tell)
         self.pool.subscribe(lambda change: self.dispatcher.kick())
-        self.exchanges = Exchanges(self.pool, self.ledger, self.calibration, self.clock, self.dispatcher.kick)
+        self.exchanges = Exchanges(
+            self.pool,
+            self.ledger,
+            self.calibration,
+            self.clock,
+            self.dispatcher.kick,
+            reads_usage=settings.extproc.observe == "usage",
+            on_usage=self._take_usage,
+        )
         self.index.on_stored = self.exchanges.block_stored
         self.tokenizers = Tokenizers(
             settings.tokens.models,
@@ -155,6 +165,8 @@ class App:
             ),
             stages=self.telemetry.stages,
             on_sent=self._predict,
+            on_cost=self.telemetry.metrics.decision,
+            tracing=_tracing(settings.telemetry),
         )
         self.extproc = ExtProcServer(
             self.pipeline,
@@ -226,6 +238,9 @@ class App:
         self.kv_events.close()
         await self.scraper.close()
         await self.tokenizers.close()
+        if self.pipeline.tracing is not None:
+            # It sends what has not been sent, and waits for that.
+            await asyncio.to_thread(self.pipeline.tracing.close)
 
     # --- the gateway's ports ----------------------------------------------------------------------------
 
@@ -423,6 +438,16 @@ class App:
         }
         if self.policy_file is not None:
             sources.stats["policy_file"] = self.policy_file.stats
+
+
+def _tracing(settings: TelemetrySettings) -> Tracing | None:
+    if not settings.tracing:
+        return None
+    try:
+        from picker.telemetry.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise SettingsError(f"telemetry.tracing needs the extra `otel`: {error}") from None
+    return Tracing(settings.trace_ratio, __version__)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:

@@ -50,6 +50,21 @@ async def test_repeated_prefixes_go_to_the_pod_that_holds_them(
         assert predicted(stack) == reported
 
 
+async def test_what_engines_report_is_compared_with_the_predictions(tmp_path: Path) -> None:
+    """Where responses pass through and the operator asks for it."""
+    engines = [MockEngineSettings(name="pod-0", prefill_rate=1e6)]
+    settings = {"extproc": {"observe": "usage"}}
+    async with running_stack(
+        tmp_path, engines, settings=settings, observation=ResponseObservation.STREAM
+    ) as stack:
+        for tail in range(TAILS):
+            await stack.complete(prompt(1, tail))
+            await stack.settled()
+        stats = stack.app.accuracy.stats
+        assert (stats.samples, stats.reported_tokens) == (TAILS, 20 * BLOCK * (TAILS - 1))
+        assert stats.absolute_error == 0
+
+
 async def test_events_alone_are_enough_to_know_what_is_cached(tmp_path: Path) -> None:
     """With predictions switched off in effect, what the engine stores is known from its events."""
     engines = [MockEngineSettings(name=f"pod-{number}", prefill_rate=1e6) for number in range(2)]
