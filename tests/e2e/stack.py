@@ -56,21 +56,35 @@ async def running_stack(
     directory: Path,
     engines: Sequence[MockEngineSettings],
     *,
-    policy: str | None = None,
-    settings: dict[str, Any] | None = None,
-    observation: ResponseObservation = ResponseObservation.ACCESS_LOG,
     endpoint_extras: Sequence[dict[str, Any]] = (),
-    **envoy_options: Any,
+    **options: Any,
 ) -> AsyncIterator[Stack]:
-    """Start engines, Picker on a static pool of them, and Envoy in front; stop all of it afterwards."""
+    """Start engines, and Picker and Envoy before them; stop all of it afterwards. For the options, see `gateway`."""
     async with AsyncExitStack() as exits:
         running = [await exits.enter_async_context(MockEngine(each)) for each in engines]
         extras = [*endpoint_extras, *({} for _ in running[len(endpoint_extras) :])]
-        pool = directory / "pool.yaml"
         entries = [
             _entry(number, engine, extra)
             for number, (engine, extra) in enumerate(zip(running, extras, strict=True))
         ]
+        stack = await exits.enter_async_context(gateway(directory, entries, **options))
+        stack.engines = running
+        yield stack
+
+
+@asynccontextmanager
+async def gateway(
+    directory: Path,
+    entries: Sequence[dict[str, Any]],
+    *,
+    policy: str | None = None,
+    settings: dict[str, Any] | None = None,
+    observation: ResponseObservation = ResponseObservation.ACCESS_LOG,
+    **envoy_options: Any,
+) -> AsyncIterator[Stack]:
+    """Picker on a static pool with these entries, and Envoy in front, before engines that run already."""
+    async with AsyncExitStack() as exits:
+        pool = directory / "pool.yaml"
         pool.write_text(json.dumps({"endpoints": entries}))
         app = App(_settings(directory, pool, policy, settings or {}))
         addresses = await app.start()
@@ -87,7 +101,7 @@ async def running_stack(
         async with asyncio.timeout(10):
             while not app.health.ready or not app.pool.synced:
                 await asyncio.sleep(0.01)
-        yield Stack(app, addresses, running, envoy, session)
+        yield Stack(app, addresses, [], envoy, session)
 
 
 def _settings(directory: Path, pool: Path, policy: str | None, changes: dict[str, Any]) -> Settings:
