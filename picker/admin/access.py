@@ -11,6 +11,9 @@ log = logging.getLogger(__name__)
 
 _MAX_TOKEN_BYTES = 4096
 
+# Takes the token where Authorization does not get through: the API server's proxy keeps that for itself.
+TOKEN_HEADER = "X-Picker-Token"
+
 
 class Access:
     """Decides on one reader at a time.

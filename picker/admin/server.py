@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from picker import __version__
-from picker.admin.access import Access
+from picker.admin.access import TOKEN_HEADER, Access
 from picker.admin.feed import Feed, TooManyWatchers, event
 from picker.admin.views import Views
 from picker.telemetry import Telemetry
@@ -76,7 +76,9 @@ class AdminServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in self._public:
-            refusal = self._access.refusal(request.headers.get("Authorization"), request.headers.get("Host"))
+            token = request.headers.get(TOKEN_HEADER)
+            authorization = f"Bearer {token}" if token else request.headers.get("Authorization")
+            refusal = self._access.refusal(authorization, request.headers.get("Host"))
             if refusal is not None:
                 return _json({"error": refusal}, status=401, headers={"WWW-Authenticate": "Bearer"})
         try:

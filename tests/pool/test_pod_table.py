@@ -197,6 +197,13 @@ SICK = {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}
 CORDON = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 
 
+def test_a_pod_can_be_cordoned_by_itself() -> None:
+    pods = table(pod("a"))
+    assert not pods.specs()[0].cordoned
+    assert pods.put_pod(pod("a", annotations={"picker.dev/cordoned": "true"}))
+    assert pods.specs()[0].cordoned
+
+
 def test_a_nodes_taints_and_cordon_reach_its_pods_alone() -> None:
     pods = table(pod("a", node="n"), pod("b", "10.0.0.2", node="m"))
     assert pods.put_node(node("n", SICK, CORDON, cordoned=True))

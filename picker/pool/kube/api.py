@@ -8,7 +8,7 @@ connection that has gone silent. Importing that package takes seconds; nothing t
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,12 @@ class KubeApi:
         *,
         content_type: str = "application/json",
         timeout: float = 30.0,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """The JSON object that the server answers with. Raises ApiError."""
         limits = aiohttp.ClientTimeout(total=timeout)
-        async with self._send(method, path, query, body, content_type, limits, timeout) as response:
+        more = {"Content-Type": content_type, **(headers or {})}
+        async with self._send(method, path, query, body, more, limits, timeout) as response:
             answer = _decode(await response.read())
         if answer is None:
             raise ApiError(None, "the answer is no JSON object")
@@ -79,7 +81,7 @@ class KubeApi:
         """A watch, line by line until the server ends it; close it (`aclosing`) to stop earlier. Raises
         ApiError, and SilentError once nothing has come for `silence` seconds."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(silence, 10.0), sock_read=silence)
-        async with self._send("GET", path, query, None, "application/json", limits, silence) as response:
+        async with self._send("GET", path, query, None, {}, limits, silence) as response:
             async for line in response.content:
                 yield line
 
@@ -90,17 +92,16 @@ class KubeApi:
         path: str,
         query: Query,
         body: object,
-        content_type: str,
+        headers: Mapping[str, str],
         limits: aiohttp.ClientTimeout,
         patience: float,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = {"Accept": "application/json", "Content-Type": content_type}
         try:
             serialized = await self._client.param_serialize(
                 method,
                 path,
                 query_params=list(query),
-                header_params=headers,
+                header_params={"Accept": "application/json", **headers},
                 body=body,
                 auth_settings=["BearerToken"],
             )

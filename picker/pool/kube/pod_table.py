@@ -25,6 +25,8 @@ from picker.pool.metrics_text import METRICS_PATH
 KubeObject = Mapping[str, Any]
 
 TAINTS = "picker.dev/taints"
+# "true" keeps everything new away, whatever it tolerates: what `kubectl picker drain` writes.
+CORDONED = "picker.dev/cordoned"
 ENGINE = "picker.dev/engine"
 METRICS = "picker.dev/metrics"
 METRICS_PORT = "picker.dev/metrics-port"
@@ -235,7 +237,7 @@ class _PodReading:
             labels=self._labels,
             taints=self._taints(),
             ready=ready,
-            cordoned=self._node.cordoned,
+            cordoned=self._node.cordoned or self._annotations.get(CORDONED) == "true",
             engine=engine,
             metrics_url=self._metrics_url(address, port, engine),
             kv_events=_tcp(address, events, rank),
