@@ -36,7 +36,8 @@ bench: $(READY)  ## cost of the request path, against a bare echo server
 	$(BIN)/python -m tests.benchmarks.bench_extproc $(ARGS)
 
 test-kube: $(READY)  ## against a real kube-apiserver and etcd
-	$(BIN)/python -m pytest -m kube $(ARGS)
+	tests/kube/assets/build
+	PICKER_REQUIRE_KUBE=1 $(BIN)/python -m pytest -m kube $(ARGS)
 
 test-browser: $(READY)  ## the dashboard in a headless Chromium
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
