@@ -88,6 +88,11 @@ class EnvoyProcess:
         if self._running is not None:
             await self._stop(self._running.process)
 
+    def kill(self) -> None:
+        """End it as a crash would, for tests of what that does to others."""
+        if self._running is not None:
+            self._running.process.kill()
+
     async def stats(self, prefix: str = "") -> dict[str, int]:
         """Envoy's counters and gauges whose names start with `prefix`."""
         listing = await self._get("/stats?format=json")

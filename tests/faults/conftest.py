@@ -1,0 +1,20 @@
+"""Every test here runs a real Envoy, and is skipped where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from picker.simulation.envoy import EnvoyUnavailable, envoy_binary
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
+    try:
+        envoy_binary()
+    except EnvoyUnavailable as error:
+        for item in ours:
+            item.add_marker(pytest.mark.skip(reason=str(error)))
+    for item in ours:
+        item.add_marker(pytest.mark.e2e)
