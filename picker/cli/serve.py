@@ -10,7 +10,7 @@ from picker.app import App
 from picker.cli.options import fail, with_settings
 from picker.policy import PolicyError
 from picker.pool.static_file import PoolFileError
-from picker.settings import Settings
+from picker.settings import Settings, SettingsError
 from picker.telemetry import configure_logging
 
 log = logging.getLogger("picker.serve")
@@ -26,7 +26,7 @@ def _serve(settings: Settings) -> None:
     lines = configure_logging(settings.log.level, settings.log.format)
     try:
         app = App(settings)
-    except (PolicyError, PoolFileError) as error:
+    except (PolicyError, PoolFileError, SettingsError) as error:
         raise fail(str(error), 2) from None
     app.telemetry.sources.stats["log"] = lines
     try:

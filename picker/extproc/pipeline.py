@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from picker.extproc.access_log import MAX_REQUEST_ID_CHARS, REQUEST_ID_HEADER
@@ -30,6 +31,9 @@ from picker.selection.constraints import Constraints
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Decision, Demand, Selector
 from picker.tokens import TokenCount, Tokenizers
+
+if TYPE_CHECKING:
+    from picker.telemetry.tracing import RequestTrace, Tracing
 
 # What vLLM and SGLang read to choose among the ranks behind one port.
 RANK_HEADER = "x-data-parallel-rank"
@@ -66,26 +70,34 @@ class PipelineSettings:
 class StageClock:
     """Tells each stage how long it took; a stage starts where the one before ended."""
 
-    __slots__ = ("_last", "_observers")
+    __slots__ = ("_last", "_observers", "_trace", "spent")
 
-    def __init__(self, observers: Mapping[str, Callable[[float], None]]) -> None:
+    def __init__(self, observers: Mapping[str, Callable[[float], None]], trace: RequestTrace | None) -> None:
         self._observers = observers
+        self._trace = trace
         self._last = time.perf_counter()
+        # Seconds in all stages but the queue.
+        self.spent = 0.0
 
     def done(self, stage: str) -> None:
         now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        if stage != "queue":
+            self.spent += seconds
         observe = self._observers.get(stage)
         if observe is not None:
-            observe(now - self._last)
-        self._last = now
+            observe(seconds)
+        if self._trace is not None:
+            self._trace.stage(stage, seconds)
 
 
 @dataclass(slots=True)
 class Pipeline:
     """Implements the ext_proc server's `RequestHandler`.
 
-    `on_sent` hears of each decision that is put into practice, with what it was made from. `objectives` holds
-    the priority of each InferenceObjective by name; whoever follows them replaces it.
+    `on_sent` hears of each decision that is put into practice, with what it was made from; `on_cost` of the
+    seconds that a dispatched request spent here outside its queue. `objectives` holds the priority of each
+    InferenceObjective by name; whoever follows them replaces it.
     """
 
     tokenizers: Tokenizers
@@ -96,13 +108,29 @@ class Pipeline:
     settings: PipelineSettings = field(default_factory=PipelineSettings)
     stages: Mapping[str, Callable[[float], None]] = field(default_factory=dict)
     on_sent: Callable[[Released, PromptKeys], None] = lambda released, prompt: None
+    on_cost: Callable[[float], None] = lambda seconds: None
+    tracing: Tracing | None = None
     objectives: Mapping[str, int] = field(default_factory=dict)
     _prefix: str = field(default_factory=lambda: uuid4().hex[:12])
     _serial: count[int] = field(default_factory=count)
 
     async def route(self, arrival: Arrival) -> Routed | Refused:
         """Decide where a request goes. Cancelling it means that the client has left."""
-        stage = StageClock(self.stages)
+        if self.tracing is None:
+            return await self._route(arrival, None)
+        trace = self.tracing.begin(arrival.headers)
+        error: str | None = "cancelled"
+        try:
+            answer = await self._route(arrival, trace)
+            error = answer.reason if isinstance(answer, Refused) else None
+        finally:
+            trace.end(error)
+        if isinstance(answer, Refused):
+            return answer
+        return replace(answer, set_headers=(*answer.set_headers, *trace.headers))
+
+    async def _route(self, arrival: Arrival, trace: RequestTrace | None) -> Routed | Refused:
+        stage = StageClock(self.stages, trace)
         try:
             hints = parse_hints(arrival.headers, arrival.metadata, self.settings.trust)
             request = parse_request(
@@ -116,21 +144,33 @@ class Pipeline:
             return self._pass_through(arrival, hints, constraints)
         tokens = await self.tokenizers.tokenize(request)
         stage.done("tokenize")
-        work = self._work(arrival, request, hints, tokens, constraints)
+        constraints = self._with_adapter(constraints, request)
+        prompt = _prompt_keys(request, tokens, constraints.adapter)
+        for block_size in self.selector.pool.block_sizes():
+            prompt.blocks(block_size)
+        stage.done("hash")
+        demand = Demand(tokens.count, prompt, constraints, hints.preferred_taints)
+        work = self._work(arrival, request, hints, demand)
         stage.done("lookup")
         outcome = await self.dispatcher.admit(work)
-        if isinstance(outcome, Dropped):
-            return _refuse_dropped(outcome)
         stage.done("queue")
-        return self._send(arrival, hints, outcome)
+        if isinstance(outcome, Dropped):
+            if trace is not None:
+                trace.decided(work, outcome.reason)
+            return _refuse_dropped(outcome)
+        if trace is not None:
+            trace.decided(work, "dispatched", outcome.decision.endpoint.spec.authority)
+        routed = self._send(arrival, hints, outcome)
+        stage.done("reply")
+        self.on_cost(stage.spent)
+        return routed
 
     def _work(
         self,
         arrival: Arrival,
         request: InferenceRequest,
         hints: Hints,
-        tokens: TokenCount,
-        constraints: Constraints,
+        demand: Demand,
     ) -> Work:
         """Take the snapshot that stays with the request while it waits.
 
@@ -138,16 +178,11 @@ class Pipeline:
         request's own constraints decide the class, the class's are added, and the lookup is repeated only if
         they matter.
         """
-        model = request.model or ""
-        if self.selector.pool.serves_adapter(model):
-            constraints = replace(constraints, adapter=model)
-        prompt = _prompt_keys(request, tokens, constraints.adapter)
-        demand = Demand(tokens.count, prompt, constraints, hints.preferred_taints)
-        cached = self.selector.best_cached(demand, self.selector.eligible(constraints).mask)
+        cached = self.selector.best_cached(demand, self.selector.eligible(demand.constraints).mask)
         profile = self.dispatcher.queue.policy.profile(request.model)
-        policy_class = profile.resolve(hints.policy_class, tokens.count - cached)
-        narrowed = _with_class(constraints, policy_class)
-        if narrowed != constraints:
+        policy_class = profile.resolve(hints.policy_class, demand.raw_tokens - cached)
+        narrowed = _with_class(demand.constraints, policy_class)
+        if narrowed != demand.constraints:
             demand = replace(demand, constraints=narrowed)
             cached = self.selector.best_cached(demand, self.selector.eligible(narrowed).mask)
         priority = hints.priority if hints.priority is not None else 0.0
@@ -160,12 +195,18 @@ class Pipeline:
             strict=self._tier(hints, policy_class),
             priority=priority,
             tenant=hints.fairness_id or hints.session or "",
-            model=model,
+            model=request.model or "",
             class_hint=hints.policy_class,
             deadline=self._deadline(arrival, hints, policy_class),
             explain=hints.explain,
             ttft_deadline=arrival.received_at + hints.ttft_ms / 1000 if hints.ttft_ms else inf,
             expected_output_tokens=request.max_tokens or 0,
+        )
+
+    def _with_adapter(self, constraints: Constraints, request: InferenceRequest) -> Constraints:
+        model = request.model or ""
+        return (
+            replace(constraints, adapter=model) if self.selector.pool.serves_adapter(model) else constraints
         )
 
     def _tier(self, hints: Hints, policy_class: PolicyClass) -> int:

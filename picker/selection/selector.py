@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import exp, tanh
@@ -95,6 +95,9 @@ class Selector:
     index: PrefixIndex
     calibration: Calibration = field(default_factory=Calibration)
     random: Random = field(default_factory=Random)
+    # Seconds on any clock, and who is told how many of them a choice took.
+    timer: Callable[[], float] | None = None
+    observe: Callable[[float], None] = lambda seconds: None
     max_remembered_constraints: int = 4096
     _eligible: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_waiting: dict[Constraints, Eligibility] = field(default_factory=dict)
@@ -145,11 +148,14 @@ class Selector:
         of prefill on a typical endpoint: an endpoint that is learned to be twice as fast pays half for the same
         tokens. waiting: the request had to wait, so that what binds it is what binds the waiting.
         """
+        started = self.timer() if self.timer is not None else 0.0
         weighed = self._weigh(demand, mask, weights)
         if not weighed:
             raise ValueError("no endpoint in the mask")
         chosen = weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature))
         eligibility = self.eligible(demand.constraints, waiting=waiting)
+        if self.timer is not None:
+            self.observe(self.timer() - started)
         return Decision(Candidate(*chosen), weighed, eligibility)
 
     def _weigh(self, demand: Demand, mask: int, weights: CostWeights) -> list[Terms]:

@@ -173,7 +173,7 @@ class PoolSettings(Section):
     scrape_timeout: PositiveFloat = Field(1.0, description="Seconds to wait for a scrape.")
     stale_after: PositiveFloat = Field(
         5.0,
-        description="An engine whose metrics were not heard for so many seconds gets no request while another is heard.",
+        description="An engine unheard for so many seconds gets no request while another is heard.",
     )
 
     @model_validator(mode="after")

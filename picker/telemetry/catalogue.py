@@ -384,14 +384,23 @@ QUEUE_WAIT = HistogramMetric(
     _WAITS,
 )
 STAGE = HistogramMetric(
-    Metric("picker_stage_seconds", Kind.HISTOGRAM, "Time of one request in one stage.", ("stage",)), _STAGES
+    Metric(
+        "picker_stage_seconds",
+        Kind.HISTOGRAM,
+        "Time of one request in one stage; tokenize renders chat templates too, select is a part of queue.",
+        ("stage",),
+    ),
+    _STAGES,
 )
 DECISION = HistogramMetric(
-    Metric("picker_decision_seconds", Kind.HISTOGRAM, "Time that a request cost outside its queue."), _STAGES
+    Metric(
+        "picker_decision_seconds", Kind.HISTOGRAM, "Time of a dispatched request in all stages but the queue."
+    ),
+    _STAGES,
 )
 HISTOGRAMS = (QUEUE_WAIT, STAGE, DECISION)
 
-STAGES = ("parse", "template", "tokenize", "hash", "lookup", "queue", "select", "reply")
+STAGES = ("parse", "tokenize", "hash", "lookup", "queue", "select", "reply")
 
 CATALOGUE: tuple[Metric, ...] = (
     *(entry.metric for entry in CLASS_METRICS),

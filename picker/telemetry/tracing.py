@@ -17,10 +17,10 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from picker.telemetry.decisions import DecisionRecord
-
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
+
+    from picker.queueing.work import Work
 
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 
@@ -50,9 +50,10 @@ class RequestTrace:
             )
             child.end(end)
 
-    def decided(self, record: DecisionRecord) -> None:
+    def decided(self, work: Work, outcome: str, endpoint: str | None = None) -> None:
+        """The queue's answer: "dispatched" and to whom (`ip:port`), or the reason of a refusal."""
         if self._span.is_recording():
-            self._span.set_attributes(_attributes(record))
+            self._span.set_attributes(_attributes(work, outcome, endpoint))
 
     def end(self, error: str | None = None) -> None:
         """The request has left, or was refused for the reason given."""
@@ -92,16 +93,17 @@ def _otlp_exporter() -> SpanExporter:
     return OTLPSpanExporter()
 
 
-def _attributes(record: DecisionRecord) -> Mapping[str, str | int | float | bool]:
-    return {
-        "gen_ai.request.model": record.model,
-        "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "picker.request_id": record.id,
-        "picker.policy_class": record.policy_class,
-        "picker.outcome": record.outcome,
-        "picker.cached_tokens": record.cached_tokens,
-        "picker.cost": record.cost,
-        "picker.estimated": record.estimated,
-        "picker.queue_wait": record.wait,
-        "server.address": record.chosen,
+def _attributes(work: Work, outcome: str, endpoint: str | None) -> Mapping[str, str | int | float | bool]:
+    attributes: dict[str, str | int | float | bool] = {
+        "gen_ai.request.model": work.model,
+        "gen_ai.usage.input_tokens": work.demand.raw_tokens,
+        "picker.request_id": work.id,
+        "picker.policy_class": work.policy_class.label,
+        "picker.outcome": outcome,
+        "picker.cached_tokens": work.cached_tokens,
+        "picker.cost": work.cost,
+        "picker.estimated": not work.demand.prompt.lengths,
     }
+    if endpoint is not None:
+        attributes["server.address"] = endpoint
+    return attributes

@@ -5,7 +5,10 @@ from __future__ import annotations
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from picker.telemetry import DecisionRecord
+from picker.policy import Policy
+from picker.queueing.work import Work
+from picker.selection.prompt_keys import PromptKeys
+from picker.selection.selector import Demand
 from picker.telemetry.tracing import Tracing
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -16,7 +19,9 @@ def spans_of(ratio: float, headers: list[tuple[str, str]]) -> tuple[dict[str, Re
     tracing = Tracing(ratio, "1.0", exporter)
     request = tracing.begin(headers)
     request.stage("parse", 0.25)
-    request.decided(DecisionRecord("r1", 0.0, "premium", "dispatched", model="m", prompt_tokens=10, cost=3))
+    demand = Demand(10, PromptKeys.of_tokens([range(10)]))
+    policy_class = Policy.default().profile("m").resolve(None, 10)
+    request.decided(Work("r1", 0.0, demand, policy_class, model="m"), "dispatched", "10.0.0.1:8000")
     request.end()
     tracing.close()
     return {span.name: span for span in exporter.get_finished_spans()}, dict(request.headers)
@@ -47,8 +52,9 @@ def test_the_decision_is_on_the_span() -> None:
     spans, _ = spans_of(1.0, [])
     attributes = spans["picker.route"].attributes
     assert attributes is not None
-    assert (attributes["gen_ai.request.model"], attributes["picker.policy_class"]) == ("m", "premium")
+    assert (attributes["gen_ai.request.model"], attributes["picker.policy_class"]) == ("m", "default")
     assert attributes["gen_ai.usage.input_tokens"] == 10
+    assert (attributes["picker.outcome"], attributes["server.address"]) == ("dispatched", "10.0.0.1:8000")
 
 
 def test_what_is_not_sampled_is_not_recorded_but_passed_on_as_such() -> None:
