@@ -8,9 +8,9 @@ for in PICKER_SHARED/traces, else in ../shared/traces beside the checkout.
 Service is input tokens + 2 x output tokens, spread evenly from a request's first token to its last. At each of 100
 instants the unfairness is the sum over clients of min(what the best served client got more, what this client
 had asked for and did not get), in a window of 60 s around the instant: the paper's definition. The engine is a model
-of the paper's (Llama 7B on an A10G with a pool of 10,000 tokens), with step times set so that FCFS serves about as much
-a second as it did there. The figures that were published of this trace are printed beside ours; how they were averaged is
-not known, and theirs is the engine's own admission where ours stands before the engine: compare ratios.
+of the paper's (Llama 7B on an A10G with a pool of 10,000 tokens), with step times set so that FCFS serves about as
+much a second as it did there. The figures that were published of this trace are printed beside ours. How they were
+averaged is not known, and they are of the engine's own admission, where ours stands before the engine: compare ratios.
 """
 
 from __future__ import annotations

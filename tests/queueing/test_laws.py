@@ -232,7 +232,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 QueueMachine.TestCase.settings = settings(
-    max_examples=int(os.environ.get("PICKER_LAW_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("PICKER_LAW_EXAMPLES", "40")),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
