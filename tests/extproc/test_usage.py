@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -51,7 +52,7 @@ def test_every_shape_gives_the_same_figures(body: bytes) -> None:
 def test_where_the_pieces_are_cut_does_not_matter(cuts: list[int]) -> None:
     body = b"data: {}\n\n" * 20 + json.dumps(CHAT).encode()
     edges = [0, *sorted(cuts), len(body)]
-    assert read(*(body[start:end] for start, end in zip(edges, edges[1:], strict=False))) == read(body)
+    assert read(*(body[start:end] for start, end in itertools.pairwise(edges))) == read(body)
 
 
 def test_what_was_not_reported_is_none() -> None:
