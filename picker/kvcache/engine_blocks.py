@@ -26,8 +26,16 @@ _TIERS: Mapping[str, Tier] = {
 # recurrent state and the like keep only some blocks, and say nothing of the prefix.
 _WHOLE_PREFIX_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
-#: Where a copy of a block is: (medium, cache group).
-Place = tuple[str, int]
+
+class _Place:
+    """Where copies of blocks are: one cache group in one medium."""
+
+    __slots__ = ("copies", "tier")
+
+    def __init__(self, medium: str) -> None:
+        # A medium that we do not know is taken for the slowest.
+        self.tier = _TIERS.get(medium, Tier.DISK)
+        self.copies: dict[int, int] = {}  # engine hash -> how many
 
 
 @dataclass(slots=True)
@@ -89,8 +97,8 @@ class EngineBlocks:
         self._on_block_size = on_block_size
         self._closed = False
         self._keys: dict[int, int] = {}  # engine hash -> own key, for blocks held somewhere
-        self._copies: dict[Place, dict[int, int]] = {}  # place -> engine hash -> copies
-        self._held = 0  # entries in _copies, over all places
+        self._places: dict[tuple[str, int], _Place] = {}  # by medium and cache group
+        self._held = 0  # blocks in all places
         self._parked: OrderedDict[int, list[BlockStored]] = OrderedDict()  # by unknown parent, oldest first
         self._parked_blocks = 0
 
@@ -132,7 +140,7 @@ class EngineBlocks:
 
     def _forget(self) -> None:
         self._keys.clear()
-        self._copies.clear()
+        self._places.clear()
         self._held = 0
         self._parked.clear()
         self._parked_blocks = 0
@@ -145,11 +153,14 @@ class EngineBlocks:
         elif self._held + len(event.block_hashes) > self._limits.blocks:
             self.stats.overflow += len(event.block_hashes)
         elif not event.token_ids:
-            self._hold(event)
-            self._index_known(event)
+            self._index_known(event, self._hold(event).tier)
         elif self._fits(event):
             self._hold(event)
-            self._learn(event)
+            parent = self._parent_key(event)
+            if parent is None:
+                self._park(event)
+            else:
+                self._learn(event, parent)
 
     def _fits(self, event: BlockStored) -> bool:
         """Whether the event's blocks are whole blocks of the engine's size; learns that size."""
@@ -168,10 +179,14 @@ class EngineBlocks:
                 self._on_block_size(size)
         return True
 
-    def _hold(self, event: BlockStored) -> None:
+    def _hold(self, event: BlockStored) -> _Place:
         """Count one more copy of each block of the event."""
         self.stats.stored += len(event.block_hashes)
-        copies = self._copies.setdefault(_place(event), {})
+        name = _place_of(event)
+        place = self._places.get(name)
+        if place is None:
+            place = self._places[name] = _Place(name[0])
+        copies = place.copies
         before = len(copies)
         if self._counted:
             for block_hash in event.block_hashes:
@@ -179,38 +194,28 @@ class EngineBlocks:
         else:
             copies.update(dict.fromkeys(event.block_hashes, 1))
         self._held += len(copies) - before
+        return place
 
-    def _index_known(self, event: BlockStored) -> None:
+    def _index_known(self, event: BlockStored, tier: Tier) -> None:
         """Index blocks that came without tokens, as far as their keys are known from elsewhere."""
-        tier = _tier(event.medium)
         for block_hash in event.block_hashes:
             key = self._keys.get(block_hash)
             parent = None if key is None else self._index.parent(key)
             if key is not None and parent is not None:
                 self._index.add(self.slot, (key,), parent, tier)
 
-    def _learn(self, event: BlockStored) -> None:
-        """Compute the keys of the event's blocks and index them, and then what has waited for them."""
-        parent = self._parent_key(event)
-        if parent is None:
-            self._park(event)
+    def _learn(self, event: BlockStored, parent: int) -> None:
+        """Index the event's blocks, and then what has waited for them, and what has waited for that."""
+        keys = self._index_blocks(event, parent)
+        if not self._parked:
             return
-        waiting = [(event, parent)]
-        while waiting:
-            event, parent = waiting.pop()
-            try:
-                keys = chain(parent, pack_tokens(event.token_ids), event.block_size, _extras(event))
-            except (ValueError, TypeError):
-                self.stats.malformed += 1
-                continue
-            self._index_blocks(event, parent, keys)
-            if not self._parked:
-                continue
-            for block_hash, key in zip(event.block_hashes, keys, strict=True):
-                for child in self._parked.pop(block_hash, ()):
-                    self._parked_blocks -= len(child.block_hashes)
-                    self.stats.adopted += len(child.block_hashes)
-                    waiting.append((child, key))
+        waited_for = [*zip(event.block_hashes, keys, strict=False)]
+        while waited_for:
+            parent_hash, parent = waited_for.pop()
+            for child in self._parked.pop(parent_hash, ()):
+                self._parked_blocks -= len(child.block_hashes)
+                self.stats.adopted += len(child.block_hashes)
+                waited_for += zip(child.block_hashes, self._index_blocks(child, parent), strict=False)
 
     def _parent_key(self, event: BlockStored) -> int | None:
         """The key that the event's first block follows, None if the engine's parent hash is unknown."""
@@ -220,20 +225,30 @@ class EngineBlocks:
         # Some simulators write 0 for "no parent". A real block hash of 0 would be in the map.
         return None if parent else root_key(event.block_size, _adapter(event))
 
-    def _index_blocks(self, event: BlockStored, parent: int, keys: list[int]) -> None:
-        """Note the keys of the event's blocks, and index them wherever they are held."""
+    def _index_blocks(self, event: BlockStored, parent: int) -> list[int]:
+        """Compute the keys of the event's blocks, and index them wherever the blocks are held.
+
+        No keys where the event has tokens or extra keys that make no sense.
+        """
+        try:
+            keys = chain(parent, pack_tokens(event.token_ids), event.block_size, _extras(event))
+        except (ValueError, TypeError):
+            self.stats.malformed += 1
+            return []
         hashes = event.block_hashes
-        for (medium, _group), held in self._copies.items():
-            if all(block_hash in held for block_hash in hashes):
+        for place in self._places.values():
+            copies = place.copies
+            if all(map(copies.__contains__, hashes)):
                 self._keys.update(zip(hashes, keys, strict=True))
-                self._index.add(self.slot, keys, parent, _tier(medium))
+                self._index.add(self.slot, keys, parent, place.tier)
                 continue
             previous = parent
             for block_hash, key in zip(hashes, keys, strict=True):
-                if block_hash in held:
+                if block_hash in copies:
                     self._keys[block_hash] = key
-                    self._index.add(self.slot, (key,), previous, _tier(medium))
+                    self._index.add(self.slot, (key,), previous, place.tier)
                 previous = key
+        return keys
 
     def _park(self, event: BlockStored) -> None:
         assert event.parent_block_hash is not None
@@ -249,12 +264,12 @@ class EngineBlocks:
     # Removing
 
     def _remove(self, event: BlockRemoved) -> None:
-        place = _place(event)
-        copies = self._copies.get(place)
-        if copies is None:
+        name = _place_of(event)
+        place = self._places.get(name)
+        if place is None:
             self.stats.unknown_removals += len(event.block_hashes)
             return
-        tier = _tier(place[0])
+        copies = place.copies
         for block_hash in event.block_hashes:
             count = copies.get(block_hash)
             if count is None:
@@ -266,15 +281,15 @@ class EngineBlocks:
                 continue
             del copies[block_hash]
             self._held -= 1
-            self._release(block_hash, tier)
+            self._release(block_hash, place.tier)
         if not copies:
-            del self._copies[place]
+            del self._places[name]
 
     def _release(self, block_hash: int, tier: Tier) -> None:
         """The last copy at one place is gone; the block may still be at another."""
-        others = [medium for (medium, _group), held in self._copies.items() if block_hash in held]
-        key = self._keys.get(block_hash) if others else self._keys.pop(block_hash, None)
-        if key is not None and all(_tier(medium) != tier for medium in others):
+        tiers = [place.tier for place in self._places.values() if block_hash in place.copies]
+        key = self._keys.get(block_hash) if tiers else self._keys.pop(block_hash, None)
+        if key is not None and tier not in tiers:
             self._index.remove(self.slot, (key,), tier)
 
 
@@ -286,13 +301,8 @@ def _is_whole_prefix(event: BlockStored) -> bool:
     return kind in _WHOLE_PREFIX_KINDS
 
 
-def _place(event: BlockStored | BlockRemoved) -> Place:
+def _place_of(event: BlockStored | BlockRemoved) -> tuple[str, int]:
     return event.medium or "GPU", event.group_idx or 0
-
-
-def _tier(medium: str | None) -> Tier:
-    """The tier of a medium; one that we do not know is taken for the slowest."""
-    return _TIERS.get(medium or "GPU", Tier.DISK)
 
 
 def _adapter(event: BlockStored) -> str | None:
@@ -310,7 +320,8 @@ def _extras(event: BlockStored) -> dict[int, Extra]:
     depends on the chunking and is dropped. Raises TypeError for anything else.
     """
     extras: dict[int, Extra] = {}
-    for number, entries in enumerate(event.extra_keys or ()):
+    keys = event.extra_keys
+    for number, entries in enumerate(keys) if keys and any(keys) else ():
         if entries:
             if not isinstance(entries, list):
                 raise TypeError("the extra keys of a block are a list")

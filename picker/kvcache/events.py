@@ -78,6 +78,18 @@ class EventBatch(msgspec.Struct, gc=False):
     malformed: int = 0
 
 
+class _MapBatch(msgspec.Struct, array_like=True, gc=False):
+    timestamp: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    rank: int | None = None
+
+
+class _RowBatch(msgspec.Struct, array_like=True, gc=False):
+    timestamp: float
+    events: list[_StoredRow | _RemovedRow | _ClearedRow]
+    rank: int | None = None
+
+
 class _Envelope(msgspec.Struct, array_like=True, gc=False):
     timestamp: Any
     events: list[msgspec.Raw]
@@ -88,6 +100,8 @@ class _UnknownType(Exception):
     """An event of a type that is not ours to read."""
 
 
+_map_batch = msgspec.msgpack.Decoder(_MapBatch)
+_row_batch = msgspec.msgpack.Decoder(_RowBatch)
 _envelope = msgspec.msgpack.Decoder(_Envelope)
 _map_event = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared)
 _row_event = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
@@ -98,31 +112,41 @@ _UNREADABLE = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 
 def decode_batch(payload: bytes) -> EventBatch:
     """Read one payload. Never raises: what cannot be read is counted in the batch."""
+    for decoder in (_map_batch, _row_batch):
+        # At once where every event has the usual form, which is nearly always.
+        try:
+            batch = decoder.decode(payload)
+        except _UNREADABLE:
+            continue
+        return EventBatch(batch.timestamp, [*batch.events], batch.rank)
+    return _decode_one_by_one(payload)
+
+
+def _decode_one_by_one(payload: bytes) -> EventBatch:
+    """Read a batch in which something is unusual, so that it costs nothing but itself."""
     try:
         envelope = _envelope.decode(payload)
     except _UNREADABLE:
         return EventBatch(0.0, [], malformed=1)
     batch = EventBatch(_number(envelope.timestamp), [], _integer(envelope.rank))
-    typed = _map_event if envelope.events and _is_map(envelope.events[0]) else _row_event
     for raw in envelope.events:
         try:
-            event: Event = typed.decode(raw)
+            batch.events.append(_decode_event(raw))
+        except _UnknownType:
+            batch.unknown += 1
         except _UNREADABLE:
-            try:
-                event = _read_loosely(raw)
-            except _UnknownType:
-                batch.unknown += 1
-                continue
-            except _UNREADABLE:
-                batch.malformed += 1
-                continue
-        batch.events.append(event)
+            batch.malformed += 1
     return batch
 
 
-def _is_map(raw: msgspec.Raw) -> bool:
-    first = memoryview(raw)[0]
-    return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
+def _decode_event(raw: msgspec.Raw) -> Event:
+    for decoder in (_map_event, _row_event):
+        try:
+            event: Event = decoder.decode(raw)
+        except _UNREADABLE:
+            continue
+        return event
+    return _read_loosely(raw)
 
 
 def _read_loosely(raw: msgspec.Raw) -> Event:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from picker.kvcache.matching import PrefixMatch, Tier, match_prefixes, slots_of
+
+# The queue of leaves may have this many keys more than the index has blocks, twice over, before it is cleaned up.
+_STALE_LEAVES = 1024
 
 
 @dataclass(slots=True)
@@ -42,7 +45,8 @@ class KvIndex:
         self._holders: tuple[dict[int, int], ...] = ({}, {}, {})
         self._parents: dict[int, int] = {}  # has every key of the index
         self._children: dict[int, int] = {}  # number of indexed blocks that follow; absent = none
-        self._leaves: OrderedDict[int, None] = OrderedDict()  # oldest first
+        # Every leaf is in here, the one to go first in front, among keys that are no leaves any more.
+        self._leaves: deque[int] = deque()
         self._slots: dict[int, dict[int, int]] = {}  # slot -> key -> bits of tiers
 
     def __len__(self) -> int:
@@ -63,15 +67,16 @@ class KvIndex:
         """The key of the block before (or of the root), None if `key` is not in the index."""
         return self._parents.get(key)
 
-    def add(self, slot: int, keys: Iterable[int], parent: int, tier: Tier = Tier.DEVICE) -> None:
+    def add(self, slot: int, keys: Sequence[int], parent: int, tier: Tier = Tier.DEVICE) -> None:
         """The slot now holds `keys`, consecutive blocks that follow `parent`. Adding twice is the same as
         once.
         """
         held = self._slots.setdefault(slot, {})
         holders = self._holders[tier]
-        parents = self._parents
+        parents, children = self._parents, self._children
         bit, tier_bit = 1 << slot, 1 << tier
-        stored = 0
+        stored = linked = 0
+        key = parent
         for key in keys:
             tiers = held.get(key, 0)
             if not tiers & tier_bit:
@@ -79,13 +84,21 @@ class KvIndex:
                 holders[key] = holders.get(key, 0) | bit
                 stored += 1
                 if key not in parents:
-                    self._link(key, parent)
-            if self.on_stored is not None and tier is Tier.DEVICE:
-                self.on_stored(slot, key)
+                    parents[key] = parent
+                    children[parent] = children.get(parent, 0) + 1
+                    linked += 1
             parent = key
+        if linked and key not in children:
+            # Of consecutive blocks only the last one can be a leaf.
+            self._leaves.append(key)
         self.stats.stored += stored
-        while len(parents) > self.max_blocks:
-            self._evict()
+        if self.on_stored is not None and tier is Tier.DEVICE:
+            for key in keys:
+                self.on_stored(slot, key)
+        if len(parents) > self.max_blocks:
+            self._evict(len(parents) - self.max_blocks)
+        elif len(self._leaves) > 2 * len(parents) + _STALE_LEAVES:
+            self._leaves = deque(key for key in self._leaves if self._is_leaf(key))
 
     def remove(self, slot: int, keys: Iterable[int], tier: Tier = Tier.DEVICE) -> None:
         """The slot no longer holds these blocks in this tier. Blocks that it did not hold are ignored."""
@@ -121,11 +134,20 @@ class KvIndex:
 
     def drop(self, slot: int) -> None:
         """The slot's endpoint is gone: forget its blocks, so that the slot can serve another endpoint."""
+        held = self._slots.pop(slot, {})
         bit = 1 << slot
-        for key, tiers in self._slots.pop(slot, {}).items():
-            for tier, holders in enumerate(self._holders):
-                if tiers >> tier & 1:
-                    self._release(holders, key, bit)
+        for tier, holders in enumerate(self._holders):
+            for key, tiers in held.items() if holders else ():
+                if not tiers >> tier & 1:
+                    continue
+                if rest := holders[key] ^ bit:
+                    holders[key] = rest
+                else:
+                    del holders[key]
+        device, host, disk = self._holders
+        for key in held:
+            if key not in device and key not in host and key not in disk:
+                self._unlink(key)
 
     def _release(self, holders: dict[int, int], key: int, bit: int) -> None:
         """Take one holder off a block in one tier, and the block off the index after the last one."""
@@ -137,35 +159,33 @@ class KvIndex:
         if key not in device and key not in host and key not in disk:
             self._unlink(key)
 
-    def _link(self, key: int, parent: int) -> None:
-        self._parents[key] = parent
-        self._children[parent] = self._children.get(parent, 0) + 1
-        self._leaves.pop(parent, None)
-        if key not in self._children:
-            self._leaves[key] = None
-
     def _unlink(self, key: int) -> None:
         parent = self._parents.pop(key)
-        self._leaves.pop(key, None)
-        if children := self._children[parent] - 1:
-            self._children[parent] = children
+        if siblings := self._children[parent] - 1:
+            self._children[parent] = siblings
             return
         del self._children[parent]
         if parent in self._parents:
             # To the front: a chain that began to go from its tail goes on before another one is touched.
-            self._leaves[parent] = None
-            self._leaves.move_to_end(parent, last=False)
+            self._leaves.appendleft(parent)
 
-    def _evict(self) -> None:
-        """Forget one leaf, whoever holds it."""
-        key = next(iter(self._leaves))
-        holder_mask = 0
-        for holders in self._holders:
-            holder_mask |= holders.pop(key, 0)
-        for slot in slots_of(holder_mask):
-            held = self._slots[slot]
-            del held[key]
-            if not held:
-                del self._slots[slot]
-        self._unlink(key)
-        self.stats.evicted += 1
+    def _is_leaf(self, key: int) -> bool:
+        return key in self._parents and key not in self._children
+
+    def _evict(self, count: int) -> None:
+        """Forget this many blocks, one leaf after the other, whoever holds them."""
+        self.stats.evicted += count
+        while count:
+            key = self._leaves.popleft()
+            if not self._is_leaf(key):
+                continue
+            count -= 1
+            mask = 0
+            for holders in self._holders:
+                mask |= holders.pop(key, 0)
+            for slot in slots_of(mask):
+                held = self._slots[slot]
+                del held[key]
+                if not held:
+                    del self._slots[slot]
+            self._unlink(key)

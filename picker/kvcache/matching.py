@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -45,54 +45,91 @@ def match_prefixes(
     host: Mapping[int, int],
     disk: Mapping[int, int],
 ) -> dict[int, PrefixMatch]:
-    """Slot -> match, for the slots of `mask` that hold at least block 0. `device` and so on: key -> slots'
-    bits.
+    """Slot -> match, for the slots of `mask` that hold at least block 0. `device` and so on: key -> slots' bits.
 
-    One pass over the keys that ends at the first block which nobody left has. It does work for a slot only
-    where the slot's run ends or moves to another tier, so the usual cost is one look-up and one `and` per
-    block.
+    One pass over the keys that ends at the first block which nobody left has. It does work for a slot only where
+    the slot's run ends or moves to another tier, so the usual cost is one look-up and one `and` per block.
     """
+    if host or disk:
+        return _match_in_tiers(keys, mask, device, host, disk)
+    return match_on_device(keys, mask, device)
+
+
+def match_on_device(keys: Iterable[int], mask: int, device: Mapping[int, int]) -> dict[int, PrefixMatch]:
+    """As `match_prefixes`, where nothing is anywhere else."""
     matches: dict[int, PrefixMatch] = {}
     alive = mask  # slots that held every block so far
+    depth = 0
+    for key in keys:
+        held = device.get(key, 0) & alive
+        if held != alive:
+            if depth:
+                matches.update(dict.fromkeys(slots_of(alive ^ held), PrefixMatch(depth)))
+            if not held:
+                return matches
+            alive = held
+        depth += 1
+    if depth:
+        matches.update(dict.fromkeys(slots_of(alive), PrefixMatch(depth)))
+    return matches
+
+
+def _match_in_tiers(
+    keys: Iterable[int],
+    mask: int,
+    device: Mapping[int, int],
+    host: Mapping[int, int],
+    disk: Mapping[int, int],
+) -> dict[int, PrefixMatch]:
+    matches: dict[int, PrefixMatch] = {}
+    alive = mask
     at_host = at_disk = 0  # of these, the ones whose latest block was only there
     host_blocks: dict[int, int] = {}
     disk_blocks: dict[int, int] = {}
     depth = 0
     for key in keys:
         on_device = device.get(key, 0) & alive
-        if on_device != alive or at_host or at_disk:
-            on_host = host.get(key, 0) & alive & ~on_device
-            on_disk = disk.get(key, 0) & alive & ~on_device & ~on_host
-            if on_host != at_host:
-                _turn(host_blocks, at_host, on_host, depth)
-                at_host = on_host
-            if on_disk != at_disk:
-                _turn(disk_blocks, at_disk, on_disk, depth)
-                at_disk = on_disk
-            if ended := alive & ~(on_device | on_host | on_disk):
-                _finish(matches, ended, depth, host_blocks, disk_blocks)
-                alive ^= ended
-            if not alive:
-                return matches
+        if on_device == alive ^ at_host and not at_disk and host.get(key, 0) & at_host == at_host:
+            # Everybody goes on where they are.
+            depth += 1
+            continue
+        on_host = host.get(key, 0) & alive & ~on_device
+        on_disk = disk.get(key, 0) & alive & ~on_device & ~on_host
+        _turn(host_blocks, at_host, on_host, depth)
+        _turn(disk_blocks, at_disk, on_disk, depth)
+        at_host, at_disk = on_host, on_disk
+        held = on_device | on_host | on_disk
+        if depth:
+            _finish(matches, alive ^ held, depth, host_blocks, disk_blocks)
+        if not held:
+            return matches
+        alive = held
         depth += 1
-    _turn(host_blocks, at_host, 0, depth)
-    _turn(disk_blocks, at_disk, 0, depth)
-    _finish(matches, alive, depth, host_blocks, disk_blocks)
+    if depth:
+        _turn(host_blocks, at_host, 0, depth)
+        _turn(disk_blocks, at_disk, 0, depth)
+        _finish(matches, alive, depth, host_blocks, disk_blocks)
     return matches
 
 
-def slots_of(mask: int) -> Iterator[int]:
+def slots_of(mask: int) -> list[int]:
     """The slots whose bits are set, lowest first."""
+    slots = []
     while mask:
         low = mask & -mask
-        yield low.bit_length() - 1
+        slots.append(low.bit_length() - 1)
         mask ^= low
+    return slots
 
 
 def _turn(counts: dict[int, int], before: int, after: int, depth: int) -> None:
     """Count runs in a tier by their ends: a run that starts at block s and ends before block e adds e - s."""
-    for slot in slots_of(before ^ after):
-        counts[slot] = counts.get(slot, 0) + (-depth if after >> slot & 1 else depth)
+    if before == after:
+        return
+    for slot in slots_of(after & ~before):
+        counts[slot] = counts.get(slot, 0) - depth
+    for slot in slots_of(before & ~after):
+        counts[slot] += depth
 
 
 def _finish(
@@ -103,12 +140,6 @@ def _finish(
     disk_blocks: Mapping[int, int],
 ) -> None:
     """Record the match of slots that held `depth` blocks and no more."""
-    if not depth:
-        return
-    device_only = PrefixMatch(depth)
     for slot in slots_of(ended):
-        if slot in host_blocks or slot in disk_blocks:
-            on_host, on_disk = host_blocks.get(slot, 0), disk_blocks.get(slot, 0)
-            matches[slot] = PrefixMatch(depth - on_host - on_disk, on_host, on_disk)
-        else:
-            matches[slot] = device_only
+        on_host, on_disk = host_blocks.get(slot, 0), disk_blocks.get(slot, 0)
+        matches[slot] = PrefixMatch(depth - on_host - on_disk, on_host, on_disk)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from picker.kvcache.index import KvIndex
-from picker.kvcache.matching import PrefixMatch, match_prefixes
+from picker.kvcache.matching import PrefixMatch, match_on_device
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class PredictedIndex:
 
     def find_matches(self, keys: Iterable[int], mask: int) -> dict[int, PrefixMatch]:
         """As `KvIndex.find_matches`; everything predicted is taken to be on the device."""
-        return match_prefixes(keys, mask, self._holders, {}, {})
+        return match_on_device(keys, mask, self._holders)
 
     def drop(self, slot: int) -> None:
         """The slot's endpoint is gone, or its cache is known to be empty."""

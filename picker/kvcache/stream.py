@@ -8,7 +8,7 @@ The rule behind every decision here: an engine may be credited with less than it
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -79,7 +79,7 @@ class EventStream:
         self._limits = limits
         self._replay: _Purpose | None = None
         self._progress = False  # the replay under way has given something new
-        self._recent: OrderedDict[int, int] = OrderedDict()  # sequence number -> digest of the payload
+        self._recent = [0] * _REMEMBERED  # digests of the latest messages, a ring by sequence number
         self._waiting: deque[tuple[int, bytes]] = deque()  # live messages, for the end of the replay
         self._waiting_bytes = 0
 
@@ -192,7 +192,7 @@ class EventStream:
                 return self._ask(_Purpose.FILL)
             self._lose()
             self._apply(seq, payload)
-        elif self._recent.get(seq) == xxh3_64_intdigest(payload):
+        elif self._is_recent(seq, payload):
             self.stats.duplicates += 1
         else:
             self._forget()
@@ -201,12 +201,11 @@ class EventStream:
 
     def _apply(self, seq: int, payload: bytes) -> None:
         self.expected = seq + 1
-        self._recent[seq] = xxh3_64_intdigest(payload)
-        if len(self._recent) > _REMEMBERED:
-            self._recent.popitem(last=False)
+        self._recent[seq % _REMEMBERED] = _digest(seq, payload)
         batch = decode_batch(payload)
-        self.stats.unknown_events += batch.unknown
-        self.stats.malformed_events += batch.malformed
+        if batch.unknown or batch.malformed:
+            self.stats.unknown_events += batch.unknown
+            self.stats.malformed_events += batch.malformed
         self.blocks.apply(batch.events)
 
     def _ask(self, purpose: _Purpose) -> int:
@@ -245,7 +244,7 @@ class EventStream:
     def _forget(self) -> None:
         self.stats.restarts += 1
         self.blocks.clear()
-        self._recent.clear()
+        self._recent = [0] * _REMEMBERED
         self.expected = None
 
     def _lose(self) -> None:
@@ -268,4 +267,12 @@ class EventStream:
         return seq, payload
 
     def _is_last(self, seq: int, payload: bytes) -> bool:
-        return self.expected == seq + 1 and self._recent.get(seq) == xxh3_64_intdigest(payload)
+        return self.expected == seq + 1 and self._is_recent(seq, payload)
+
+    def _is_recent(self, seq: int, payload: bytes) -> bool:
+        """Was this very message applied lately?"""
+        return self._recent[seq % _REMEMBERED] == _digest(seq, payload)
+
+
+def _digest(seq: int, payload: bytes) -> int:
+    return xxh3_64_intdigest(payload, seq)
