@@ -12,9 +12,10 @@ from picker.extproc.conversation import ConversationLimits
 from picker.extproc.handler import Arrival, Routed
 from picker.extproc.server import ExtProcServer
 from picker.simulation.envoy_config import BodyMode, ResponseObservation
-from tests.support.clients import Framing, post, raw_http1
+from tests.support.clients import Framing, post, raw_http1, upload_without_end
 from tests.support.gateway import MODES, gateway
 from tests.support.handlers import StubHandler, refuse_bodiless_posts
+from tests.support.servers import eventually
 from tests.support.upstream import upstream
 
 FRAMINGS = list(Framing)
@@ -102,7 +103,7 @@ async def test_a_changed_body_has_the_right_framing(mode: BodyMode) -> None:
         assert await gw.spurious_messages() == 0
 
 
-@pytest.mark.parametrize("framing", FRAMINGS)
+@pytest.mark.parametrize("framing", [Framing.CONTENT_LENGTH, Framing.CHUNKED])
 async def test_a_body_over_the_limit_is_refused(framing: Framing) -> None:
     """C06 b: the client gets its 413, the memory is free, and the next request is served."""
     async with upstream() as pod:
@@ -115,6 +116,19 @@ async def test_a_body_over_the_limit_is_refused(framing: Framing) -> None:
             assert server.budget.stats.held_bytes == 0
             assert (await post(gw, framing, b"x" * (1 << 20))).status_code == 200
             assert len(pod.requests) == 1
+
+
+async def test_an_upload_that_never_ends_is_refused() -> None:
+    """C06 b over HTTP/2: the answer does not wait for the end of the request."""
+    handler = StubHandler()
+    server = ExtProcServer(handler, limits=ConversationLimits(max_body_bytes=1 << 20))
+    async with gateway(handler, server=server) as gw:
+        answer = await upload_without_end(gw, 3 << 20)
+        assert answer.status == 413
+        assert json.loads(answer.body)["error"]["code"] == "body_too_large"
+        await eventually(lambda: gw.active_streams == 0)
+        assert server.budget.stats.held_bytes == 0
+        assert handler.arrivals == []
 
 
 async def test_request_trailers_do_not_hold_a_request_up() -> None:

@@ -189,7 +189,7 @@ class EnvoyAndPicker(RuleBasedStateMachine):
                 assert self.gave_up
 
 
-EnvoyAndPicker.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+EnvoyAndPicker.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 TestEnvoyAndPicker = EnvoyAndPicker.TestCase
 
 
@@ -210,7 +210,7 @@ any_message = st.one_of(
 
 
 @given(incoming=st.lists(any_message, max_size=12), decision=st.sampled_from(["forward", "refuse", "wait"]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_nonsense_raises_only_its_own_error_and_frees_everything(
     incoming: list[ProcessingRequest], decision: str
 ) -> None:

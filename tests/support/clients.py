@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from enum import StrEnum
 
+import h2.events
 import httpx
+from h2.connection import H2Connection
 
 from tests.support.gateway import Gateway
 
@@ -47,3 +50,46 @@ async def raw_http1(gateway: Gateway, request: bytes) -> bytes:
         return await asyncio.wait_for(reader.read(), 20)
     finally:
         writer.close()
+
+
+@dataclass(slots=True)
+class EarlyAnswer:
+    """What an HTTP/2 upload that never ends was answered with."""
+
+    status: int = 0
+    body: bytes = b""
+    over: bool = False
+
+
+async def upload_without_end(gateway: Gateway, size: int) -> EarlyAnswer:
+    """POST `size` bytes over HTTP/2, without ever ending the request, and take the answer that comes anyway."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.envoy.port)
+    connection = H2Connection()
+    connection.initiate_connection()
+    headers = [(":method", "POST"), (":path", "/v1/completions"), (":authority", "a"), (":scheme", "http")]
+    connection.send_headers(1, headers)
+    answer = EarlyAnswer()
+    try:
+        while not answer.over:
+            room = min(size, connection.local_flow_control_window(1), connection.max_outbound_frame_size)
+            if room and not answer.status:
+                connection.send_data(1, b"x" * room)
+                size -= room
+            writer.write(connection.data_to_send())
+            await writer.drain()
+            if not room or answer.status:
+                _take(connection.receive_data(await asyncio.wait_for(reader.read(65_536), 20)), answer)
+    finally:
+        writer.close()
+    return answer
+
+
+def _take(events: list[h2.events.Event], answer: EarlyAnswer) -> None:
+    for event in events:
+        match event:
+            case h2.events.ResponseReceived():
+                answer.status = int(dict(event.headers)[b":status"])
+            case h2.events.DataReceived():
+                answer.body += event.data
+            case h2.events.StreamEnded() | h2.events.StreamReset():
+                answer.over = True
