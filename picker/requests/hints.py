@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -58,6 +59,11 @@ class HintTrust(BaseModel):
     fairness_id: Trust = Trust.ACCEPT
     request_id: Trust = Trust.ACCEPT
     session: Trust = Trust.ACCEPT
+
+    @cached_property
+    def accepted(self) -> tuple[str, ...]:
+        """The hints that headers may carry."""
+        return tuple(hint for hint in _HINTS if getattr(self, hint) is Trust.ACCEPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +114,18 @@ def parse_hints(
     given = metadata.get(METADATA_NAMESPACE)
     trusted = given if isinstance(given, Mapping) else {}
     found: dict[str, Any] = {}
-    for hint, (names, read) in _HINTS.items():
-        source: Trust = getattr(trust, hint)
-        if source is Trust.IGNORE:
-            continue
-        if trusted.get(hint) is not None:
-            found[hint] = _read(read, trusted[hint], f"metadata {METADATA_NAMESPACE}.{hint}")
-            continue
-        if source is Trust.ACCEPT:
+    for hint in trusted:
+        if hint in _HINTS and trusted[hint] is not None and getattr(trust, hint) is not Trust.IGNORE:
+            found[hint] = _read(_HINTS[hint][1], trusted[hint], f"metadata {METADATA_NAMESPACE}.{hint}")
+    for hint in trust.accepted:
+        if hint not in found:
+            names, read = _HINTS[hint]
             for name in names:
                 if first.get(name, "").strip():
                     found[hint] = _read(read, first[name], name)
                     break
     consumed = tuple(name for name in first if is_control_header(name))
-    return replace(Hints(**found), consumed_headers=consumed)
+    return Hints(**found, consumed_headers=consumed)
 
 
 def is_control_header(name: str) -> bool:

@@ -83,6 +83,8 @@ class Decision:
 
     def destinations(self, choices: int) -> str:
         """The value of the destination header: up to `choices` endpoints in order of preference."""
+        if choices == 1:
+            return self.endpoint.spec.authority
         return ",".join(candidate.endpoint.spec.authority for candidate in self.preferred(choices))
 
 
