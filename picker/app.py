@@ -363,6 +363,7 @@ class App:
         if usage.cached_tokens is None or not work.demand.prompt.lengths:
             return
         self.telemetry.reported(chosen.cached_tokens, usage.cached_tokens)
+        self.exchanges.accounts.of(chosen.endpoint).reported_cached_tokens += usage.cached_tokens
         verdict = self.accuracy.observe(
             work.model,
             predicted=chosen.cached_tokens,
@@ -416,7 +417,9 @@ class App:
     def _fill_sources(self) -> None:
         sources = self.telemetry.sources
         sources.classes = lambda: class_stats(self.queue, self.clock())
-        sources.endpoints = lambda: endpoint_stats(self.pool, self.ledger, self.index, self.clock())
+        sources.endpoints = lambda: endpoint_stats(
+            self.pool, self.ledger, self.index, self.exchanges.accounts, self.clock()
+        )
         sources.synced = lambda: self.pool.synced
         sources.stats |= {
             "extproc": self.extproc.stats,

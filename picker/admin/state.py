@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from picker.extproc.endpoint_accounts import EndpointAccounts
 from picker.kvcache.index import KvIndex
 from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
@@ -14,7 +15,6 @@ def class_stats(queue: AdmissionQueue, now: float) -> list[ClassStats]:
     found = []
     for flow in queue.flows():
         stats = flow.queue.stats
-        oldest = min((work.arrival for work in flow.queue), default=now)
         found.append(
             ClassStats(
                 label=flow.queue.policy_class.label,
@@ -23,7 +23,7 @@ def class_stats(queue: AdmissionQueue, now: float) -> list[ClassStats]:
                 waiting_tokens=stats.waiting_tokens,
                 waiting_cached_tokens=stats.waiting_cached_tokens,
                 deficit=flow.deficit,
-                oldest_wait=max(0.0, now - oldest),
+                oldest_wait=max(0.0, now - flow.queue.oldest_arrival),
                 dispatched_requests=stats.dispatched_requests,
                 dispatched_cost=stats.dispatched_cost,
                 cancelled=stats.cancelled,
@@ -34,11 +34,14 @@ def class_stats(queue: AdmissionQueue, now: float) -> list[ClassStats]:
     return found
 
 
-def endpoint_stats(pool: Pool, ledger: Ledger, index: KvIndex, now: float) -> list[EndpointStats]:
+def endpoint_stats(
+    pool: Pool, ledger: Ledger, index: KvIndex, accounts: EndpointAccounts, now: float
+) -> list[EndpointStats]:
     """Every endpoint of the pool. `now` is on the clock of the engines' reports."""
     found = []
     for endpoint in pool:
         spec, report, load = endpoint.spec, endpoint.report, ledger.load(endpoint.slot)
+        account = accounts.of(endpoint)
         found.append(
             EndpointStats(
                 uid=spec.uid,
@@ -59,6 +62,12 @@ def endpoint_stats(pool: Pool, ledger: Ledger, index: KvIndex, now: float) -> li
                 num_blocks=report.num_blocks if report else None,
                 block_size=endpoint.block_size,
                 report_age=max(0.0, now - report.at) if report else None,
+                prompt_tokens=account.prompt_tokens,
+                predicted_cached_tokens=account.cached_tokens,
+                reported_cached_tokens=account.reported_cached_tokens,
+                timed_requests=account.timed,
+                predicted_ttft=account.predicted_ttft,
+                observed_ttft=account.observed_ttft,
             )
         )
     return found

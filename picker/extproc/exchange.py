@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from picker.extproc.endpoint_accounts import EndpointAccounts
 from picker.extproc.usage import Usage, UsageReader
 from picker.pool.calibration import Calibration
 from picker.pool.ledger import Booking, Ledger
@@ -39,12 +40,14 @@ class RoutedExchange:
     gateway_id: str | None = None
     usage: UsageReader | None = None
     awaited_block: tuple[int, int] | None = None
+    # The end of its prefill has been seen.
+    timed: bool = False
 
     def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
         if served:
             self.book.served_by(self, served)
         if 200 <= status < 300:
-            self.book.first_byte(self, self.book.clock() - self.released.booking.booked_at)
+            self.book.prefilled(self, self.book.clock() - self.released.booking.booked_at)
 
     @property
     def wants_response_body(self) -> bool:
@@ -87,9 +90,14 @@ class Exchanges:
     reads_usage: bool = False
     on_usage: Callable[[Released, Usage], None] = lambda released, usage: None
     stats: ExchangeStats = field(default_factory=ExchangeStats)
+    accounts: EndpointAccounts = field(init=False)
     _open: dict[str, RoutedExchange] = field(default_factory=dict)
     _by_gateway_id: dict[str, RoutedExchange] = field(default_factory=dict)
     _awaited: dict[tuple[int, int], list[RoutedExchange]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.accounts = EndpointAccounts(self.pool)
+        self.pool.subscribe(self.accounts.pool_changed)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -108,6 +116,9 @@ class Exchanges:
         written and before the gateway takes it up; the access log then knows the request by this id only.
         """
         exchange = RoutedExchange(self, released, released.booking, observes_response, gateway_id)
+        account = self.accounts.of(released.decision.endpoint)
+        account.prompt_tokens += released.work.demand.raw_tokens
+        account.cached_tokens += released.decision.chosen.cached_tokens
         if gateway_id is not None:
             self._by_gateway_id[gateway_id] = exchange
         if self.reads_usage and observes_response:
@@ -124,16 +135,29 @@ class Exchanges:
         for exchange in self._awaited.pop((slot, key), ()):
             exchange.awaited_block = None
             self.stats.prefills_by_kv_event += 1
-            self.ledger.prefill_done(exchange.booking)
-            self.kick()
+            self.prefilled(exchange, self.clock() - exchange.released.booking.booked_at)
 
-    def first_byte(self, exchange: RoutedExchange, seconds: float) -> None:
-        """The engine has answered, `seconds` after the decision: it has read the prompt."""
-        chosen = exchange.released.decision.chosen
-        ahead = chosen.booked_prefill_tokens + chosen.uncached_tokens
-        self.calibration.observe(chosen.endpoint.slot, ahead, seconds)
+    def prefilled(self, exchange: RoutedExchange, seconds: float) -> None:
+        """The engine has read the prompt, `seconds` after the decision: it answers, or has stored the last block."""
+        if not exchange.timed:
+            exchange.timed = True
+            self._time(exchange, seconds)
         self.ledger.prefill_done(exchange.booking)
         self.kick()
+
+    def _time(self, exchange: RoutedExchange, seconds: float) -> None:
+        """Compare with what was to be expected, and learn from it. The endpoint must be the one that was chosen."""
+        chosen = exchange.released.decision.chosen
+        if exchange.booking.endpoint is not chosen.endpoint:
+            return
+        ahead = chosen.booked_prefill_tokens + chosen.uncached_tokens
+        rate = self.calibration.rate(chosen.endpoint.slot)
+        if rate is not None:
+            account = self.accounts.of(chosen.endpoint)
+            account.timed += 1
+            account.predicted_ttft += ahead / rate
+            account.observed_ttft += seconds
+        self.calibration.observe(chosen.endpoint.slot, ahead, seconds)
 
     def served_by(self, exchange: RoutedExchange, authority: str) -> None:
         """The gateway fell back to another endpoint of the list: the booking follows."""
@@ -154,7 +178,7 @@ class Exchanges:
             self.stats.unknown_access_log_entries += 1
             return
         if first_byte is not None:
-            self.first_byte(exchange, first_byte)
+            self.prefilled(exchange, first_byte)
         self.stats.ended_by_access_log += 1
         self.end(exchange)
 

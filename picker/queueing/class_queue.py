@@ -9,6 +9,7 @@ from math import inf
 from picker.policy.model import PolicyClass
 from picker.queueing.busy import BusyGate
 from picker.queueing.class_stats import ClassStats, DrainRate
+from picker.queueing.deadlines import Deadlines
 from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
 from picker.queueing.lanes import Lane, Lanes
 from picker.queueing.work import Work
@@ -62,6 +63,7 @@ class ClassQueue:
     given_before: int = 0
     _tenants: dict[str, Flow[TenantQueue]] = field(default_factory=dict)
     _tenant_of: dict[Work, str] = field(default_factory=dict)
+    _arrivals: Deadlines = field(default_factory=Deadlines)
     _ring: DeficitRoundRobin[TenantQueue] = field(default_factory=DeficitRoundRobin)
     _turn: Turn[TenantQueue] | None = None
     _head: int | None = None
@@ -168,6 +170,11 @@ class ClassQueue:
         """How many tenants wait now (1 at most where they are not told apart)."""
         return sum(1 for flow in self._tenants.values() if len(flow.queue.lanes))
 
+    @property
+    def oldest_arrival(self) -> float:
+        """When the request came that has waited longest; infinity when none waits."""
+        return self._arrivals.first()
+
     def lane_stats(self) -> tuple[int, int]:
         """(lane heads examined, requests sent to an overflow lane) by the tenants that are known now."""
         stats = [flow.queue.lanes.stats for flow in self._tenants.values()]
@@ -205,6 +212,7 @@ class ClassQueue:
             flow = self._tenants[tenant] = Flow(queue, self.policy_class.quantum)
             self._ring.join(flow)
         self.stats.count(work, 1)
+        self._arrivals.set(work, work.arrival)
         self._stale = True
         return flow.queue
 
@@ -215,4 +223,5 @@ class ClassQueue:
             del self._tenants[tenant]
             self._ring.leave(flow)
         self.stats.count(work, -1)
+        self._arrivals.discard(work)
         self._stale = True

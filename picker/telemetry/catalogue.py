@@ -67,12 +67,15 @@ def _of_class(name: str, kind: Kind, help: str, read: Callable[[ClassStats], flo
 
 
 def _of_endpoint(name: str, help: str, read: Callable[[EndpointStats], float | None]) -> EndpointMetric:
-    return EndpointMetric(Metric(name, Kind.GAUGE, help, _ENDPOINT), read)
+    return EndpointMetric(Metric(name, _kind(name), help, _ENDPOINT), read)
 
 
 def _of_room(room: str, field: str, name: str, help: str, label: str | None = None) -> RoomMetric:
-    kind = Kind.COUNTER if name.endswith("_total") else Kind.GAUGE
-    return RoomMetric(Metric(name, kind, help, (label,) if label else ()), room, field)
+    return RoomMetric(Metric(name, _kind(name), help, (label,) if label else ()), room, field)
+
+
+def _kind(name: str) -> Kind:
+    return Kind.COUNTER if name.endswith("_total") else Kind.GAUGE
 
 
 CLASS_METRICS = (
@@ -176,6 +179,36 @@ ENDPOINT_METRICS = (
     ),
     _of_endpoint(
         "picker_endpoint_report_age_seconds", "Time since the engine was last heard.", lambda e: e.report_age
+    ),
+    _of_endpoint(
+        "picker_endpoint_prompt_tokens_total",
+        "Prompt tokens of the requests sent there.",
+        lambda e: e.prompt_tokens,
+    ),
+    _of_endpoint(
+        "picker_endpoint_predicted_cached_tokens_total",
+        "Of these, tokens that it was believed to have cached.",
+        lambda e: e.predicted_cached_tokens,
+    ),
+    _of_endpoint(
+        "picker_endpoint_reported_cached_tokens_total",
+        "Cached tokens as the engine reported them, where responses are read.",
+        lambda e: e.reported_cached_tokens,
+    ),
+    _of_endpoint(
+        "picker_endpoint_timed_requests_total",
+        "Requests whose time to the first token was both predicted and observed.",
+        lambda e: e.timed_requests,
+    ),
+    _of_endpoint(
+        "picker_endpoint_predicted_ttft_seconds_total",
+        "Sum of their predicted times: the tokens ahead by the endpoint's learned rate.",
+        lambda e: e.predicted_ttft,
+    ),
+    _of_endpoint(
+        "picker_endpoint_observed_ttft_seconds_total",
+        "Sum of the times from decision until a KV event or the first byte of the answer showed the prefill done.",
+        lambda e: e.observed_ttft,
     ),
 )
 
@@ -340,6 +373,8 @@ ROOM_METRICS = (
         "tokens", "load_failures", "picker_tokenizer_load_failures_total", "Tokenizers that did not load."
     ),
     _of_room("lease", "leading", "picker_leader", "1 while this picker holds the Lease."),
+    _of_room("lease", "started", "picker_lease_acquisitions_total", "Times that this picker began to lead."),
+    _of_room("lease", "stopped", "picker_lease_losses_total", "Times that it ceased to."),
     _of_room("lease", "failures", "picker_lease_failures_total", "Calls about the Lease that failed."),
     _of_room(
         "fairness",

@@ -31,7 +31,10 @@ class ClassStats:
 
 @dataclass(frozen=True, slots=True)
 class EndpointStats:
-    """One endpoint. None: not reported. `kv_usage` is 0..1, `report_age` is seconds since the last scrape."""
+    """One endpoint. None: not reported. `kv_usage` is 0..1, `report_age` is seconds since the last scrape.
+
+    The last six are sums since it joined; both times to the first token are of the same `timed_requests`.
+    """
 
     uid: str
     name: str
@@ -51,6 +54,12 @@ class EndpointStats:
     num_blocks: int | None = None
     block_size: int | None = None
     report_age: float | None = None
+    prompt_tokens: int = 0
+    predicted_cached_tokens: int = 0
+    reported_cached_tokens: int = 0
+    timed_requests: int = 0
+    predicted_ttft: float = 0.0
+    observed_ttft: float = 0.0
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from picker.admin.state import class_stats, endpoint_stats
+from picker.extproc.endpoint_accounts import EndpointAccounts
 from picker.kvcache.index import KvIndex
 from picker.policy import load_policy
 from picker.pool.endpoint import EndpointSpec, EngineReport
@@ -41,7 +42,10 @@ def test_classes_and_endpoints_follow_a_request_through() -> None:
 
     index.add(0, [1, 2, 3], 0)
     pool.report("u1", EngineReport(at=9.5, running=4, kv_usage=0.25, num_blocks=100))
-    (endpoint,) = endpoint_stats(pool, ledger, index, 10.0)
+    accounts = EndpointAccounts(pool)
+    accounts.of(next(iter(pool))).reported_cached_tokens += 16
+    (endpoint,) = endpoint_stats(pool, ledger, index, accounts, 10.0)
+    assert endpoint.reported_cached_tokens == 16
     assert (endpoint.address, endpoint.prefill_tokens, endpoint.running) == ("[::1]:80", 30, 1)
     assert (endpoint.cached_blocks, endpoint.num_blocks, endpoint.kv_usage) == (3, 100, 0.25)
     assert (endpoint.engine_running, endpoint.engine_waiting, endpoint.report_age) == (4, None, 0.5)
@@ -50,5 +54,5 @@ def test_classes_and_endpoints_follow_a_request_through() -> None:
 def test_what_was_never_scraped_is_unknown_not_zero() -> None:
     pool = Pool()
     pool.replace([EndpointSpec("u1", "a", "10.0.0.1", 80, ready=False)])
-    (endpoint,) = endpoint_stats(pool, Ledger(), KvIndex(), 0.0)
+    (endpoint,) = endpoint_stats(pool, Ledger(), KvIndex(), EndpointAccounts(pool), 0.0)
     assert (endpoint.ready, endpoint.kv_usage, endpoint.report_age) == (False, None, None)

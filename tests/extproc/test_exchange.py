@@ -66,3 +66,49 @@ def test_of_a_client_that_left_before_our_answer_was_taken_up() -> None:
     for released in fleet.released:
         exchanges.logged(released.work.id, None)
     assert (len(exchanges), fleet.ledger.load(0).running) == (0, 0)
+
+
+def accounted(fleet: Fleet) -> Exchanges:
+    """An engine that is known to prefill 1,000 tokens a second."""
+    calibration = Calibration()
+    for _ in range(8):
+        calibration.observe(0, 1000, 1.0)
+    return Exchanges(fleet.pool, fleet.ledger, calibration, lambda: fleet.now, lambda: None)
+
+
+def test_the_time_to_the_first_token_is_compared_with_what_was_expected() -> None:
+    """Once a request, by the first signal; a request served elsewhere says nothing of either endpoint."""
+    fleet = Fleet([PolicyClass(name="only", quantum=512)])
+    exchanges = accounted(fleet)
+    fleet.submit("only", 3000)
+    exchange = exchanges.begin(fleet.released[-1], observes_response=True, last_block=7)
+    fleet.now += 4.0
+    exchanges.block_stored(0, 7)
+    fleet.now += 1.0
+    exchange.response_headers(200, [], None)
+    account = exchanges.accounts.of(fleet.engine("a"))
+    assert (account.prompt_tokens, account.cached_tokens) == (3000, 0)
+    assert (account.timed, account.predicted_ttft, account.observed_ttft) == (1, 3.0, 4.0)
+
+
+def test_a_request_that_was_served_elsewhere_says_nothing_of_speed() -> None:
+    fleet = Fleet([PolicyClass(name="only", quantum=512)], engines=("a", "b"))
+    exchanges = accounted(fleet)
+    fleet.submit("only", 3000)
+    released = fleet.released[-1]
+    (other,) = [each for each in released.decision.candidates if each is not released.decision.chosen][:1]
+    exchange = exchanges.begin(released, observes_response=True, last_block=None)
+    exchange.response_headers(200, [], other.endpoint.spec.authority)
+    assert [exchanges.accounts.of(fleet.engine(name)).timed for name in "ab"] == [0, 0]
+
+
+def test_an_account_goes_with_its_endpoint_and_burdens_no_other() -> None:
+    fleet = Fleet([PolicyClass(name="only", quantum=512)])
+    exchanges = accounted(fleet)
+    gone = fleet.engine("a")
+    exchanges.accounts.of(gone).timed = 5
+    fleet.set_engines()
+    fleet.set_engines("b")
+    exchanges.accounts.of(gone).timed += 1
+    assert fleet.engine("b").slot == gone.slot
+    assert exchanges.accounts.of(fleet.engine("b")).timed == 0

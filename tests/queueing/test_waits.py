@@ -180,3 +180,19 @@ def test_deadlines_let_go_of_what_is_discarded() -> None:
     assert deadlines.pop_due(99.0) is None
     assert deadlines.pop_due(99.1) is works[-1]
     assert deadlines.first() == inf
+
+
+def test_the_oldest_arrival_is_known_through_every_way_out() -> None:
+    fleet = Fleet([one_at_a_time(queue_policy=QueuePolicy.WSPT)])
+    fleet.submit("only", 10)
+    (flow,) = fleet.queue.flows()
+    assert flow.queue.oldest_arrival == inf
+    waiting = []
+    for second in (1.0, 2.0, 3.0):
+        fleet.now = second
+        waiting.append(fleet.submit("only", 100))
+    assert flow.queue.oldest_arrival == 1.0
+    fleet.queue.cancel(waiting[0])
+    assert flow.queue.oldest_arrival == 2.0
+    fleet.finish(fleet.released[0])
+    assert flow.queue.oldest_arrival == min(work.arrival for work in flow.queue)
