@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -222,3 +224,22 @@ def test_openmetrics_for_who_asks_for_it(telemetry: Telemetry) -> None:
     text, content_type = telemetry.metrics.expose("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert text.endswith(b"# EOF\n")
+
+
+def test_promtool_finds_nothing_to_say(telemetry: Telemetry) -> None:
+    """The names and their units follow Prometheus's conventions, in its own judgement."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool: Debian has it in the package prometheus")
+    telemetry.sources.stats |= {room: stats() for room, stats in ROOMS.items()}
+    telemetry.sources.classes = lambda: [
+        ClassStats("premium", 512, dropped={"deadline": 2}, blocked={"deficit": 1.5})
+    ]
+    telemetry.sources.endpoints = lambda: [
+        EndpointStats("1", "a", "10.0.0.1:80", 0, engine_running=1, engine_waiting=0, kv_usage=0.5)
+    ]
+    telemetry.metrics.queue_wait("premium", 0.1)
+    telemetry.metrics.decision(0.001)
+    text, _ = telemetry.metrics.expose()
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
