@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import yaml
 
 from picker.pool.kube.api import KubeApi
@@ -27,7 +29,7 @@ from picker.simulation.envoy_config import EnvoyOptions, bootstrap
 from picker.simulation.mock_engine import MockEngine, MockEngineSettings
 from picker.simulation.prompts import DEFAULT_TOKENIZER
 from tests.kube.chart import CHART
-from tests.kube.control_plane import Account, ControlPlane
+from tests.kube.control_plane import Account, ControlPlane, free_port
 
 MODEL = "tiny"
 POOL = "vllm"
@@ -281,12 +283,7 @@ class Live:
         await self.set_ready(name, True)
 
     async def set_ready(self, name: str, ready: bool) -> None:
-        status = {
-            "phase": "Running",
-            "podIP": (address := self.engines[name].addresses.http.rpartition(":")[0]),
-            "podIPs": [{"ip": address}],
-            "conditions": [{"type": "Ready", "status": str(ready)}],
-        }
+        status = _running(self.engines[name].addresses.http.rpartition(":")[0], ready)
         await self._patch(f"{self._pods(name)}/status", {"status": status})
 
     async def annotate(self, name: str, **annotations: str | None) -> None:
@@ -320,6 +317,11 @@ class Live:
         text = yaml.safe_dump_all(objects)
         at = ("--namespace", self.namespace)
         await asyncio.to_thread(self.cluster.kubectl, "apply", *at, "-f", "-", input=text)
+        await self.sign_in(port)
+
+    async def sign_in(self, port: int | None = None) -> None:
+        """A kubeconfig with a token of Picker's account."""
+        at = ("--namespace", self.namespace)
         token = await asyncio.to_thread(self.cluster.kubectl, "create", "token", RELEASE, *at)
         config = yaml.safe_load(self.cluster.kubeconfig_for(Account(RELEASE, token.strip()), self.namespace))
         if port is not None:
@@ -352,6 +354,19 @@ class Live:
         await picker.start()
         return picker
 
+    async def picker_pod(self, address: str) -> None:
+        """The Pod that the chart's Deployment would make for a picker, at this address."""
+        deployment = await asyncio.to_thread(
+            self.cluster.helm,
+            *("template", RELEASE, str(CHART), "--namespace", self.namespace, "--show-only"),
+            *("templates/deployment.yaml", "--values", str(CHART / "examples" / "policy.yaml")),
+        )
+        template = yaml.safe_load(deployment)["spec"]["template"]
+        labels = template["metadata"]["labels"]
+        pod = {"metadata": {"name": "picker-0", "labels": labels}, "spec": template["spec"]}
+        await self.api.request("POST", self._pods(), body=pod)
+        await self._patch(f"{self._pods('picker-0')}/status", {"status": _running(address, True)})
+
     async def ready(self, picker: PickerProcess, path: str = "/readyz") -> bool:
         with suppress(aiohttp.ClientError):
             async with self.session.get(f"http://127.0.0.1:{picker.ports['admin']}{path}") as response:
@@ -364,8 +379,9 @@ class Live:
                 assert picker.running, picker.log.read_text()
                 await asyncio.sleep(0.05)
 
-    async def status(self, picker: PickerProcess) -> Any:
-        async with self.session.get(f"http://127.0.0.1:{picker.ports['admin']}/status") as response:
+    async def status(self, picker: PickerProcess, token: str = "") -> Any:
+        url = f"http://127.0.0.1:{picker.ports['admin']}/status"
+        async with self.session.get(url, headers={"Authorization": f"Bearer {token}"}) as response:
             return await response.json()
 
     async def metric(self, picker: PickerProcess, name: str) -> float:
@@ -393,10 +409,45 @@ class Live:
                 await asyncio.sleep(0.05)
 
 
+def _running(address: str, ready: bool) -> dict[str, Any]:
+    """A pod's status as a kubelet writes it."""
+    return {
+        "phase": "Running",
+        "podIP": address,
+        "podIPs": [{"ip": address}],
+        "conditions": [{"type": "Ready", "status": str(ready)}],
+    }
+
+
 def _merged(first: Any, second: Any) -> Any:
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return second
     return first | {key: _merged(first.get(key), value) for key, value in second.items()}
+
+
+def on_these_ports(config: dict[str, Any], extproc: int) -> dict[str, Any]:
+    """The rendered configuration with nothing changed but the numbers of its ports."""
+    resources = config["static_resources"]
+    admin = free_port()
+    config["admin"]["address"]["socket_address"]["port_value"] = admin
+    for listener in resources["listeners"]:
+        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": 0}
+    for cluster in resources["clusters"]:
+        port = {"picker": extproc, "admin": admin}.get(cluster["name"])
+        if port is not None:
+            endpoint = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+            endpoint["address"]["socket_address"]["port_value"] = port
+    return config
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback: the API server proxies to no other. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback, and the API server proxies to none such")
+        return str(probe.getsockname()[0])
 
 
 @asynccontextmanager

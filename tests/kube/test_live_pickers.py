@@ -16,7 +16,7 @@ import yaml
 from picker.simulation.envoy import EnvoyProcess
 from tests.kube.chart import Renderer
 from tests.kube.control_plane import ControlPlane, free_port
-from tests.kube.live import Live, Load, PickerProcess, living
+from tests.kube.live import Live, Load, PickerProcess, living, on_these_ports
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
@@ -236,7 +236,7 @@ async def test_the_charts_envoy_waits_as_long_as_picker_does(live: Live) -> None
         policy={"file": str(live.directory / "policy.yaml")},
     )
     await live.await_ready(picker)
-    config = _on_these_ports(rendered.envoy, picker.ports["extproc"])
+    config = on_these_ports(rendered.envoy, picker.ports["extproc"])
     async with EnvoyProcess(json.dumps(config), directory=live.directory) as envoy:
         load = Load(f"http://127.0.0.1:{envoy.port}", live.session)
 
@@ -256,18 +256,3 @@ async def test_the_charts_envoy_waits_as_long_as_picker_does(live: Live) -> None
         async with asyncio.timeout(10):
             while (await live.status(picker))["pool"]["endpoints"][0]["running"]:
                 await asyncio.sleep(0.05)
-
-
-def _on_these_ports(config: dict[str, Any], extproc: int) -> dict[str, Any]:
-    """The rendered configuration with nothing changed but the numbers of its ports."""
-    resources = config["static_resources"]
-    admin = free_port()
-    config["admin"]["address"]["socket_address"]["port_value"] = admin
-    for listener in resources["listeners"]:
-        listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": 0}
-    for cluster in resources["clusters"]:
-        port = {"picker": extproc, "admin": admin}.get(cluster["name"])
-        if port is not None:
-            endpoint = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
-            endpoint["address"]["socket_address"]["port_value"] = port
-    return config

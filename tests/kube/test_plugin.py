@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 from picker.kubectl.main import hoisted
 from tests.kube.chart import CHART
 from tests.kube.control_plane import ControlPlane
-from tests.kube.live import Live, Load, PickerProcess, living
+from tests.kube.live import Live, Load, living, own_address
 
 TOKEN = "the admin's word"
 
@@ -66,42 +65,6 @@ class Plugin:
         return out
 
 
-def own_address() -> str:
-    """An address of this machine that is not loopback: the API server proxies to no other. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no address but loopback, and the API server proxies to none such")
-        return str(probe.getsockname()[0])
-
-
-async def picker_pod(live: Live, picker: PickerProcess, address: str) -> None:
-    """The Pod that the chart's Deployment would make for the process."""
-    deployment = await asyncio.to_thread(
-        live.cluster.helm,
-        *("template", "picker", str(CHART), "--namespace", live.namespace, "--show-only"),
-        *("templates/deployment.yaml", "--values", str(CHART / "examples" / "policy.yaml")),
-    )
-    template = yaml.safe_load(deployment)["spec"]["template"]
-    pod = {
-        "metadata": {"name": "picker-0", "labels": template["metadata"]["labels"]},
-        "spec": template["spec"],
-    }
-    pods = f"/api/v1/namespaces/{live.namespace}/pods"
-    await live.api.request("POST", pods, body=pod)
-    status = {
-        "phase": "Running",
-        "podIP": address,
-        "podIPs": [{"ip": address}],
-        "conditions": [{"type": "Ready", "status": "True"}],
-    }
-    patch = {"status": status}
-    await live.api.request(
-        "PATCH", f"{pods}/picker-0/status", body=patch, content_type="application/merge-patch+json"
-    )
-
-
 @pytest.mark.kube
 @pytest.mark.e2e
 async def test_the_plugin(live: Live) -> None:
@@ -118,7 +81,7 @@ async def test_the_plugin(live: Live) -> None:
         policy={"hints": {"pin": "accept"}},
     )
     await live.await_ready(picker)
-    await picker_pod(live, picker, address)
+    await live.picker_pod(address)
     secret = {
         "metadata": {"name": "admin"},
         "data": {"token": base64.b64encode(TOKEN.encode()).decode()},

@@ -36,7 +36,8 @@ spec:
 
 
 def commands(page: str) -> Iterator[str]:
-    """The commands of the indented blocks, each on one line."""
+    """The commands of the indented blocks, each on one line. What is fenced is the transcript."""
+    page = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     for block in re.findall(r"(?:^ {4,}\S.*\n)+", page, flags=re.MULTILINE):
         yield from re.sub(r"\\\n\s*|(?<=\|)\n\s*", " ", block).strip().splitlines()
 
