@@ -148,6 +148,8 @@ class Lanes:
         for work in stranded:
             self.remove(work)
         for lane in self._all():
+            if lane.constraints is not None:
+                lane.eligible = self.eligible(lane.constraints)
             self._settle(lane)
         return stranded
 
@@ -182,7 +184,8 @@ class Lanes:
         if lane is None:
             before = self._sole
             if len(self._lanes) < self.max_lanes:
-                lane = self._lanes[constraints] = Lane(self.make_queue(), constraints)
+                mask = self.eligible(constraints)
+                lane = self._lanes[constraints] = Lane(self.make_queue(), constraints, mask)
             else:
                 lane = self._overflow = self._overflow or Lane(self.make_queue(), None)
             self._count_lanes()
@@ -205,7 +208,8 @@ class Lanes:
         """After a change of a lane's head: offer it as a candidate, or drop the lane when it is empty."""
         lane.stamp += 1
         if lane.queue:
-            lane.eligible = self.eligible(lane.queue.peek().demand.constraints)
+            if lane.constraints is None:
+                lane.eligible = self.eligible(lane.queue.peek().demand.constraints)
             self._offer(lane)
             return
         self._index(lane, 0)
