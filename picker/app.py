@@ -175,12 +175,14 @@ class App:
             ),
             budget=BodyBudget(max_bytes=settings.extproc.total_body_limit),
             max_streams=settings.extproc.max_streams,
+            client_names=frozenset(settings.extproc.tls.client_names),
             clock=self.clock,
         )
         self.access_log = AccessLogService(
             lambda request_id, upstream, status, first_byte, last_byte: self.exchanges.logged(
                 request_id, first_byte
-            )
+            ),
+            client_names=frozenset(settings.extproc.tls.client_names),
         )
         self._fill_sources()
 

@@ -16,6 +16,8 @@ from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogCommon, HTTPAccessLog
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 from google.protobuf.duration_pb2 import Duration
 
+from picker.extproc.tls import refuse_strangers
+
 log = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-picker-request-id"
@@ -51,13 +53,17 @@ class AccessLogStats:
 class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[misc]  # the stub is untyped
     """Serves `envoy.service.accesslog.v3.AccessLogService`: passes HTTP entries on, keeps nothing.
 
-    Envoy holds one stream for each of its worker threads; `max_streams` bounds them.
+    Envoy holds one stream for each of its worker threads; `max_streams` bounds them. `client_names` as for
+    `ExtProcServer`: who may not ask may not tell either.
     """
 
-    def __init__(self, sink: AccessLogSink, *, max_streams: int = 1024) -> None:
+    def __init__(
+        self, sink: AccessLogSink, *, max_streams: int = 1024, client_names: frozenset[str] = frozenset()
+    ) -> None:
         self.stats = AccessLogStats()
         self._sink = sink
         self._max_streams = max_streams
+        self._client_names = client_names
 
     def add_to(self, server: grpc.aio.Server) -> None:
         als_pb2_grpc.add_AccessLogServiceServicer_to_server(self, server)
@@ -67,6 +73,7 @@ class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[m
         request_iterator: AsyncIterator[als_pb2.StreamAccessLogsMessage],
         context: grpc.aio.ServicerContext[als_pb2.StreamAccessLogsMessage, als_pb2.StreamAccessLogsResponse],
     ) -> als_pb2.StreamAccessLogsResponse:
+        await refuse_strangers(self._client_names, context)
         if self.stats.active_streams >= self._max_streams:
             self.stats.refused_streams += 1
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many access log streams")

@@ -35,7 +35,7 @@ from picker.extproc.conversation import (
     StreamEnded,
 )
 from picker.extproc.handler import Arrival, Exchange, Refused, RequestHandler, Routed
-from picker.extproc.tls import names_of_peer
+from picker.extproc.tls import refuse_strangers
 
 log = logging.getLogger(__name__)
 
@@ -111,10 +111,7 @@ class ExtProcServer:
         server.add_generic_rpc_handlers((service,))
 
     async def _process(self, _: object, context: Context) -> None:
-        if self.client_names and not self.client_names & names_of_peer(context.auth_context()):
-            await context.abort(
-                grpc.StatusCode.PERMISSION_DENIED, "the client certificate has no allowed name"
-            )
+        await refuse_strangers(self.client_names, context)
         await _Stream(self, context).run()
 
 

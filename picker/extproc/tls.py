@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 from cryptography import x509
@@ -128,6 +129,12 @@ def _check(pair: KeyPair) -> None:
     certificate = x509.load_pem_x509_certificate(pair.certificate)
     if key.public_key() != certificate.public_key():
         raise ValueError("the TLS key does not belong to the certificate")
+
+
+async def refuse_strangers(names: frozenset[str], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """End the call unless its client's certificate carries one of the names; without names, anybody may call."""
+    if names and not names & names_of_peer(context.auth_context()):
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the client certificate has no allowed name")
 
 
 def names_of_peer(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:

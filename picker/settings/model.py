@@ -42,12 +42,22 @@ class TlsSettings(Section):
         None, description="Ask clients for a certificate that this PEM bundle vouches for, and refuse others."
     )
 
+    client_names: tuple[str, ...] = Field(
+        (),
+        description="Of these names a client's certificate must carry one: its subject alternative names, or its"
+        " common name where it has none. Needs client_ca_file.",
+    )
+
     @model_validator(mode="after")
     def _files_are_named(self) -> TlsSettings:
         if self.mode == "files" and not (self.cert_file and self.key_file):
             raise ValueError("mode `files` needs cert_file and key_file")
         if self.mode != "files" and (self.cert_file or self.key_file):
             raise ValueError("cert_file and key_file are for mode `files`")
+        if self.mode != "files" and self.client_ca_file:
+            raise ValueError("client_ca_file is for mode `files`")
+        if self.client_names and not self.client_ca_file:
+            raise ValueError("client_names needs client_ca_file: an unverified name is worth nothing")
         return self
 
 

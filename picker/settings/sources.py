@@ -60,7 +60,7 @@ class Setting:
             return value.human_readable().replace(".0", "")
         if isinstance(value, bool):
             return str(value).lower()
-        return "" if value is None or value == {} else f"{value}"
+        return "" if value in (None, {}, ()) else f"{value}"
 
     @property
     def description(self) -> str:
@@ -78,6 +78,8 @@ class Setting:
             return None
         if get_origin(self.field.annotation) is dict:
             return _read_map(text)
+        if get_origin(self.field.annotation) is tuple:
+            return tuple(name for part in text.split(",") if (name := part.strip()))
         return text if self.kind in ("text", "path") else plain_scalar(text)
 
 
@@ -224,6 +226,8 @@ def _kinds(annotation: Any) -> list[str]:
         return _kinds(get_args(annotation)[0])
     if origin is dict:
         return ["name=path,..."]
+    if origin is tuple:
+        return [f"{kind},..." for kind in _kinds(get_args(annotation)[0])]
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return list(annotation)
     return [_NAMES[annotation]]

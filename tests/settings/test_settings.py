@@ -46,6 +46,22 @@ def test_every_setting_can_be_set_from_the_environment_and_by_flag() -> None:
             assert load_settings(flags={setting.key: setting.default}) == Settings(), setting.flag
 
 
+def test_a_list_is_a_list_in_the_file_and_has_commas_elsewhere(tmp_path: Path) -> None:
+    tls = "extproc: {tls: {mode: files, cert_file: a, key_file: b, client_ca_file: c, client_names: [x, y]}}"
+    file = write(tmp_path / "tls.yaml", tls)
+    assert load_settings(file).extproc.tls.client_names == ("x", "y")
+    environ = {"PICKER_EXTPROC__TLS__CLIENT_NAMES": "gateway.example, other.example"}
+    assert load_settings(file, environ).extproc.tls.client_names == ("gateway.example", "other.example")
+
+
+def test_a_check_of_clients_that_would_not_take_place_is_refused(tmp_path: Path) -> None:
+    """Whoever asks for client certificates must not get a port that anybody may use."""
+    ca = {"extproc.tls.mode": "self-signed", "extproc.tls.client_ca_file": "ca.crt"}
+    assert "client_ca_file is for mode `files`" in failure(flags=ca)
+    names = {"extproc.tls.mode": "files", "extproc.tls.cert_file": "a", "extproc.tls.key_file": "b"}
+    assert "client_names needs client_ca_file" in failure(flags=names | {"extproc.tls.client_names": "x"})
+
+
 def test_every_setting_is_described_and_named_once() -> None:
     settings = list(all_settings())
     assert all(len(setting.description) > 10 for setting in settings)
