@@ -7,6 +7,7 @@ from picker.kvcache.index import KvIndex
 from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
 from picker.queueing.admission import AdmissionQueue
+from picker.queueing.refusals import queue_fill
 from picker.telemetry import ClassStats, EndpointStats
 
 
@@ -23,6 +24,7 @@ def class_stats(queue: AdmissionQueue, now: float) -> list[ClassStats]:
                 waiting_tokens=stats.waiting_tokens,
                 waiting_cached_tokens=stats.waiting_cached_tokens,
                 deficit=flow.deficit,
+                fill=queue_fill(stats, flow.queue.policy_class, len(queue.selector.pool)),
                 oldest_wait=max(0.0, now - flow.queue.oldest_arrival),
                 dispatched_requests=stats.dispatched_requests,
                 dispatched_cost=stats.dispatched_cost,

@@ -40,7 +40,30 @@ def no_endpoint(pool: Pool, constraints: Constraints, eligibility: Eligibility) 
 
 def over_limit(stats: ClassStats, policy_class: PolicyClass, endpoints: int) -> Refusal | None:
     """Limits are value x endpoints and are compared before adding: who finds room is let in whole."""
-    for reason, what, used, per_endpoint in (
+    for reason, what, used, per_endpoint in _limits(stats, policy_class):
+        if used >= per_endpoint * endpoints:
+            return Refusal(
+                reason,
+                f"class {policy_class.label} has {used} {what} waiting, its limit for {endpoints} endpoints"
+                f" is {per_endpoint * endpoints}",
+            )
+    return None
+
+
+def queue_fill(stats: ClassStats, policy_class: PolicyClass, endpoints: int) -> float | None:
+    """The used part of the fullest limit; None where the class has none, or there is no endpoint to count by."""
+    if not endpoints:
+        return None
+    parts = [
+        used / (limit * endpoints) if limit else 1.0 for _, _, used, limit in _limits(stats, policy_class)
+    ]
+    return max(parts, default=None)
+
+
+def _limits(stats: ClassStats, policy_class: PolicyClass) -> list[tuple[DropReason, str, int, int]]:
+    """Of each limit that the class has: the reason of its refusals, what it counts, how much of that waits, and
+    the limit for one endpoint."""
+    limits = (
         (
             DropReason.QUEUE_FULL_REQUESTS,
             "requests",
@@ -59,14 +82,8 @@ def over_limit(stats: ClassStats, policy_class: PolicyClass, endpoints: int) -> 
             stats.waiting_cached_tokens,
             policy_class.cached_token_queue_limit_per_worker,
         ),
-    ):
-        if per_endpoint is not None and used >= per_endpoint * endpoints:
-            return Refusal(
-                reason,
-                f"class {policy_class.label} has {used} {what} waiting, its limit for {endpoints} endpoints"
-                f" is {per_endpoint * endpoints}",
-            )
-    return None
+    )
+    return [(reason, what, used, limit) for reason, what, used, limit in limits if limit is not None]
 
 
 def wait_is_over(policy_class: PolicyClass, waited: float, reason: DropReason) -> Refusal:

@@ -27,10 +27,10 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class ClassMetric:
-    """A number of each policy class."""
+    """A number of each policy class; None: no sample."""
 
     metric: Metric
-    read: Callable[[ClassStats], float]
+    read: Callable[[ClassStats], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ _CLASS = ("policy_class",)
 _ENDPOINT = ("endpoint", "address", "rank")
 
 
-def _of_class(name: str, kind: Kind, help: str, read: Callable[[ClassStats], float]) -> ClassMetric:
+def _of_class(name: str, kind: Kind, help: str, read: Callable[[ClassStats], float | None]) -> ClassMetric:
     return ClassMetric(Metric(name, kind, help, _CLASS), read)
 
 
@@ -92,6 +92,12 @@ CLASS_METRICS = (
         Kind.GAUGE,
         "How long the request has waited that has waited longest.",
         lambda c: c.oldest_wait,
+    ),
+    _of_class(
+        "picker_queue_fill_ratio",
+        Kind.GAUGE,
+        "Used part of the fullest of the class's queue limits; at 1 new requests are refused.",
+        lambda c: c.fill,
     ),
     _of_class("picker_class_quantum_tokens", Kind.GAUGE, "The class's quantum.", lambda c: c.quantum),
     _of_class(

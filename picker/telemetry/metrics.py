@@ -118,7 +118,7 @@ class _RoomsCollector(Collector):
     def _classes(self) -> Iterator[Family]:
         classes = list(self._sources.classes())
         for entry in catalogue.CLASS_METRICS:
-            yield _family(entry.metric, (((each.label,), entry.read(each)) for each in classes))
+            yield _family(entry.metric, _known(((each.label,), entry.read(each)) for each in classes))
         dropped = (
             ((each.label, reason), count)
             for each in classes
@@ -147,7 +147,7 @@ class _RoomsCollector(Collector):
         }
         for entry in catalogue.ENDPOINT_METRICS:
             samples = ((labels, entry.read(each)) for labels, each in endpoints.items())
-            yield _family(entry.metric, ((labels, value) for labels, value in samples if value is not None))
+            yield _family(entry.metric, _known(samples))
         yield _family(catalogue.POOL_SYNCED, [((), self._sources.synced())])
         yield _family(catalogue.POOL_ENDPOINTS, [((), len(endpoints))])
 
@@ -157,6 +157,13 @@ class _RoomsCollector(Collector):
         for entry in catalogue.ROOM_METRICS:
             stats = rooms.get(entry.room)
             yield _family(entry.metric, _samples(stats, entry.field) if stats is not None else ())
+
+
+def _known(
+    samples: Iterable[tuple[tuple[str, ...], float | None]],
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """What is not known is no sample, not zero."""
+    return ((labels, value) for labels, value in samples if value is not None)
 
 
 def _samples(stats: Any, field: str) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -13,7 +13,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ClassStats:
-    """One policy class. Tokens and costs are tokens of prefill; `oldest_wait` and `blocked` are seconds."""
+    """One policy class. Tokens and costs are tokens of prefill; `oldest_wait` and `blocked` are seconds.
+
+    `fill` is how much of the fullest of the class's queue limits is used (1: new requests are refused); None: it
+    has no limit.
+    """
 
     label: str
     quantum: int
@@ -22,6 +26,7 @@ class ClassStats:
     waiting_cached_tokens: int = 0
     deficit: int = 0
     oldest_wait: float = 0.0
+    fill: float | None = None
     dispatched_requests: int = 0
     dispatched_cost: int = 0
     cancelled: int = 0

@@ -18,7 +18,8 @@ POLICY = """
 default_policy_family: standard
 uncached_isl_buckets: [{min_tokens: 0, bucket: all}]
 policy_classes:
-  - {name: standard, policy_family: standard, cache_bucket: all, quantum: 100, prefill_busy_threshold: 10}
+  - {name: standard, policy_family: standard, cache_bucket: all, quantum: 100, prefill_busy_threshold: 10,
+     request_queue_limit_per_worker: 4, raw_isl_token_queue_limit_per_worker: 80}
 """
 
 
@@ -39,6 +40,7 @@ def test_classes_and_endpoints_follow_a_request_through() -> None:
         60,
     )
     assert (stats.dispatched_requests, stats.dispatched_cost, stats.oldest_wait) == (1, 30, 8.0)
+    assert stats.fill == 0.75, "60 of 80 tokens: nearer to its limit than 2 of 4 requests"
 
     index.add(0, [1, 2, 3], 0)
     pool.report("u1", EngineReport(at=9.5, running=4, kv_usage=0.25, num_blocks=100))
