@@ -32,8 +32,8 @@ format: $(READY)  ## let ruff write the code as it likes it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)  ## cost of the request path, against a bare echo server
-	$(BIN)/python -m tests.benchmarks.bench_extproc $(ARGS)
+bench: $(READY)  ## what a request costs, against baselines of the same run; ARGS=--write keeps it
+	$(BIN)/python -m tests.benchmarks $(ARGS)
 
 test-kube: $(READY)  ## against a real kube-apiserver and etcd
 	tests/kube/assets/build

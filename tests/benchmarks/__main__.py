@@ -1,0 +1,85 @@
+"""Run every benchmark, one after another, and with --write put what they print into tests/benchmarks/README.md.
+
+    python -m tests.benchmarks            # print
+    python -m tests.benchmarks --write    # and write the README anew
+
+Every figure stands beside a baseline or a target of the same run: the machines that this runs on are small, shared
+and noisy, so compare ratios, not single times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = {
+    "bench_extproc": "The ext_proc path: Picker's server against a bare echo server",
+    "bench_whole": "The whole pipeline on one core: what a request costs between its arrival and its answer",
+    "bench_queue": "The queue and the choice",
+    "bench_kvcache": "The KV index and its events",
+    "bench_tokens": "Tokens: a long prompt seen before, and the event loop under many of them",
+    "bench_fairness": "Fairness between clients on the VTC paper's trace",
+}
+README = Path(__file__).parent / "README.md"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", help="names of benchmarks; all without any")
+    parser.add_argument("--write", action="store_true", help="write tests/benchmarks/README.md anew")
+    arguments = parser.parse_args()
+    chosen = arguments.only or list(BENCHMARKS)
+    if unknown := set(chosen) - set(BENCHMARKS):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    failed, sections = 0, []
+    for name in chosen:
+        print(f"\n=== {BENCHMARKS[name]} ({name})", flush=True)
+        output, status = _run(name)
+        failed += status != 0
+        sections.append(
+            f"## {BENCHMARKS[name]}\n\n    python -m tests.benchmarks.{name}\n\n```text\n{output.strip()}\n```\n"
+        )
+    if arguments.write and not failed and len(chosen) == len(BENCHMARKS):
+        README.write_text("\n".join([_introduction(), *sections]))
+        print(f"\nwritten: {README}")
+    return 1 if failed else 0
+
+
+def _run(name: str) -> tuple[str, int]:
+    """Its output, shown as it comes, and its exit status."""
+    lines: list[str] = []
+    command = [sys.executable, "-m", f"tests.benchmarks.{name}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return "".join(lines), process.returncode
+
+
+def _introduction() -> str:
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        "# Benchmarks\n\n"
+        "Written by one command, `make bench ARGS=--write`; each section's own command is above its figures. Compare\n"
+        "ratios within a run: the machine is small, shared and noisy.\n\n"
+        f"Machine: {_processor()}, {os.cpu_count()} cores, load average before the run's end {load};"
+        f" Python {platform.python_version()}.\n"
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or "unknown processor"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
