@@ -104,14 +104,14 @@ async def running_demo() -> AsyncIterator[asyncio.subprocess.Process]:
 
 @pytest.mark.e2e
 async def test_the_demo_ends_with_a_summary_and_exit_0() -> None:
-    process = await start_demo("--requests", "300", "--json")
+    process = await start_demo("--requests", "100", "--json")
     output, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     summary = json.loads(output)
-    assert summary["answered"] == 300
-    assert summary["statuses"] == {"200": 300}
-    assert summary["cache_hit_share"] > 0.3
-    assert sum(pod["answered"] for pod in summary["pods"].values()) == 300
+    assert summary["answered"] == 100
+    assert summary["statuses"] == {"200": 100}
+    assert summary["cache_hit_share"] > 0.1
+    assert sum(pod["answered"] for pod in summary["pods"].values()) == 100
 
 
 @pytest.mark.e2e
