@@ -102,7 +102,7 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """The gateway is done with this stream: nothing more can be sent on it."""
+    """The gateway sends nothing more on this stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,13 @@ class Conversation:
         return None
 
     def receive_end(self) -> StreamEnded:
-        """The gateway closed its side: with half-close or reset, at any time, which is normal."""
-        self.close()
+        """The gateway closed its side, by half-close or reset, at any time: which is normal.
+
+        Who leaves before the decision wants none. After it, what waits to be sent is still good: a gateway may
+        close its side right behind the last message.
+        """
+        if self.undecided:
+            self.close()
         return StreamEnded()
 
     def forward(self, routed: Routed) -> None:

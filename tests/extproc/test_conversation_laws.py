@@ -44,6 +44,7 @@ class EnvoyAndPicker(RuleBasedStateMachine):
         self.envoy = EnvoyModel()
         self.asked = False
         self.gave_up = False
+        self.ended = False
         self.seed = 0
 
     # Envoy's moves
@@ -103,6 +104,7 @@ class EnvoyAndPicker(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule()
     def end_the_stream(self) -> None:
+        self.ended = True
         self.conversation.receive_end()
 
     # The deciding side's moves
@@ -158,7 +160,7 @@ class EnvoyAndPicker(RuleBasedStateMachine):
 
     @property
     def open(self) -> bool:
-        return self.conversation.phase is not Phase.CLOSED
+        return not self.ended
 
     @property
     def refused(self) -> bool:
