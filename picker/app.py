@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from picker.extproc.access_log import AccessLogService
 from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import ConversationLimits
 from picker.extproc.dispatcher import Dispatcher
-from picker.extproc.exchange import Exchanges
+from picker.extproc.exchange import Exchanges, RoutedExchange
 from picker.extproc.health import HealthService, HealthState
 from picker.extproc.pipeline import Pipeline, PipelineSettings
 from picker.extproc.server import ExtProcServer
@@ -42,12 +42,13 @@ from picker.pool.scraper import Scraper, ScraperSettings
 from picker.pool.static_file import PoolFileError, StaticPoolFile
 from picker.queueing.admission import AdmissionQueue, QueueLimits
 from picker.queueing.fairness import FairnessMeter
-from picker.queueing.work import Outcome, Released
+from picker.queueing.work import Outcome, Released, Work
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
 from picker.settings import Settings, SettingsError
 from picker.settings.model import ExtProcSettings, KubernetesSettings, TelemetrySettings, TlsSettings
 from picker.telemetry import Telemetry
+from picker.telemetry.recording import Recording
 from picker.tokens import TokenBudget, Tokenizers
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ class App:
             on_usage=self._take_usage,
         )
         self.index.on_stored = self.exchanges.block_stored
+        self.recording = _recording(settings.telemetry, self.clock)
+        if self.recording is not None:
+            self.exchanges.on_end = self._record_end
         self.tokenizers = Tokenizers(
             settings.tokens.models,
             TokenBudget(
@@ -240,6 +244,8 @@ class App:
         self.kv_events.close()
         await self.scraper.close()
         await self.tokenizers.close()
+        if self.recording is not None:
+            await asyncio.to_thread(self.recording.close)
         if self.pipeline.tracing is not None:
             # It sends what has not been sent, and waits for that.
             await asyncio.to_thread(self.pipeline.tracing.close)
@@ -340,6 +346,15 @@ class App:
             self.telemetry.released(outcome)
         else:
             self.telemetry.dropped(outcome)
+            self._record(outcome.work, outcome.reason)
+
+    def _record_end(self, exchange: RoutedExchange) -> None:
+        self._record(exchange.released.work, "dispatched", exchange.output_tokens)
+
+    def _record(self, work: Work, outcome: str, output_tokens: int | None = None) -> None:
+        if self.recording is not None:
+            block_size = min(self.pool.block_sizes(), default=self.pool.default_block_size)
+            self.recording.take(work, outcome, output_tokens, block_size)
 
     def _predict(self, released: Released, prompt: PromptKeys) -> None:
         """The endpoint will hold this prompt soon: a bridge until its events say so, or all there is without."""
@@ -441,8 +456,19 @@ class App:
             "accuracy": self.accuracy.stats,
             "tokens": lambda: self.tokenizers.stats,
         }
+        if self.recording is not None:
+            sources.stats["recording"] = self.recording.stats
         if self.policy_file is not None:
             sources.stats["policy_file"] = self.policy_file.stats
+
+
+def _recording(settings: TelemetrySettings, clock: Callable[[], float]) -> Recording | None:
+    if settings.record_file is None:
+        return None
+    try:
+        return Recording(settings.record_file, settings.record_limit, clock)
+    except OSError as error:
+        raise SettingsError(f"telemetry.record_file: {settings.record_file}: {error.strerror}") from None
 
 
 def _tracing(settings: TelemetrySettings) -> Tracing | None:

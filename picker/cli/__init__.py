@@ -31,6 +31,10 @@ COMMANDS = {
         "picker.simulation.mock_command:mock_engine_command",
         "Run a mock vLLM server, without a GPU.",
     ),
+    "replay": (
+        "picker.simulation.replay_command:replay_command",
+        "Send the requests of a recording to a live gateway.",
+    ),
     "reference": (
         "picker.cli.reference:reference",
         "Print the reference of settings, metrics or the policy.",

@@ -40,6 +40,8 @@ class RoutedExchange:
     gateway_id: str | None = None
     usage: UsageReader | None = None
     awaited_block: tuple[int, int] | None = None
+    # As the engine reported it; None: not known.
+    output_tokens: int | None = None
     # The end of its prefill has been seen.
     timed: bool = False
 
@@ -74,6 +76,7 @@ class RoutedExchange:
     def _report(self) -> None:
         usage = self.usage.usage() if self.usage else None
         if usage is not None:
+            self.output_tokens = usage.output_tokens
             self.book.on_usage(self.released, usage)
 
 
@@ -89,6 +92,8 @@ class Exchanges:
     # Whether responses that pass by are read for what engines report, and who is told.
     reads_usage: bool = False
     on_usage: Callable[[Released, Usage], None] = lambda released, usage: None
+    # Hears of each request once, when it is over.
+    on_end: Callable[[RoutedExchange], None] = lambda exchange: None
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     accounts: EndpointAccounts = field(init=False)
     _open: dict[str, RoutedExchange] = field(default_factory=dict)
@@ -202,4 +207,5 @@ class Exchanges:
             if not waiting:
                 self._awaited.pop(awaited, None)
         self.ledger.release(exchange.booking)
+        self.on_end(exchange)
         self.kick()

@@ -255,6 +255,12 @@ class TelemetrySettings(Section):
     )
     trace_ratio: float = Field(0.01, ge=0, le=1, description="Part of the requests to trace.")
     decisions: NonNegativeInt = Field(1000, description="Decisions kept for the dashboard and the API.")
+    record_file: Path | None = Field(
+        None,
+        description="Append a line for each request to this file, for `picker replay`: lengths, class and keyed hashes"
+        " of blocks, no prompts.",
+    )
+    record_limit: ByteSize = Field(ByteSize(1024**3), gt=0, description="Most bytes of that file.")
 
 
 class Settings(Section):

@@ -89,6 +89,33 @@ def read_mooncake(path: Path, *, seed: int = 0, bin_seconds: float = 3.0) -> Wor
     return _sorted("mooncake-conversation", block_size, arrivals)
 
 
+def read_recording(path: Path) -> Workload:
+    """What a Picker with `telemetry.record_file` has seen, served or refused. Raises ValueError for other files."""
+    arrivals = []
+    block_size = 0
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                block_size = block_size or record["block_size"]
+                arrivals.append(
+                    Arrival(
+                        at=record["timestamp"] / 1000,
+                        prompt_tokens=max(1, record["input_length"]),
+                        output_tokens=max(1, record["output_length"]),
+                        blocks=record["hash_ids"],
+                        tenant=record["tenant"],
+                        policy_class=record["policy_class"],
+                    )
+                )
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}:{number}: not a line of a recording: {error!r}") from None
+    start = min((arrival.at for arrival in arrivals), default=0.0)
+    return _sorted(
+        path.stem, block_size or 1, [replace(arrival, at=arrival.at - start) for arrival in arrivals]
+    )
+
+
 def read_azure(path: Path) -> Workload:
     """Azure's LLM inference trace: a CSV of times and lengths. It has no prefixes and no tenants."""
     arrivals = []

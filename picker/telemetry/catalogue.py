@@ -396,6 +396,11 @@ ROOM_METRICS = (
         "The gap that came closest to its bound since the start.",
     ),
     _of_room("fairness_worst", "bound", "picker_fairness_worst_bound_rounds", "The bound of that gap."),
+    _of_room("recording", "written", "picker_recorded_requests_total", "Requests written to the recording."),
+    _of_room(
+        "recording", "lost", "picker_unrecorded_requests_total", "Requests left out: file full, or disk slow."
+    ),
+    _of_room("recording", "bytes", "picker_recording_bytes", "Size of the recording."),
     _of_room("log", "lost_lines", "picker_log_lost_lines_total", "Log lines that could not be written."),
     _of_room("loop", "lag", "picker_event_loop_lag_seconds", "Longest delay of the event loop of late."),
     _of_room("loop", "tasks", "picker_event_loop_tasks", "Tasks on the event loop."),

@@ -31,6 +31,7 @@ from picker.telemetry import ClassStats, EndpointStats, Telemetry
 from picker.telemetry.catalogue import CATALOGUE, HISTOGRAMS, ROOM_METRICS, STAGES, Kind
 from picker.telemetry.logs import LogStats
 from picker.telemetry.observer import LoopStats, RequestStats
+from picker.telemetry.recording import RecordingStats
 from picker.tokens.service import TokenStats
 
 ROOMS = {
@@ -55,6 +56,7 @@ ROOMS = {
     "lease": LeaseStats,
     "fairness": Gap,
     "fairness_worst": Gap,
+    "recording": RecordingStats,
     "log": LogStats,
     "loop": LoopStats,
 }
