@@ -148,13 +148,19 @@ class EngineBlocks:
     # Storing
 
     def _store(self, event: BlockStored) -> None:
+        count = len(event.block_hashes)
         if not _is_whole_prefix(event):
             self.stats.ignored_groups += 1
-        elif self._held + len(event.block_hashes) > self._limits.blocks:
-            self.stats.overflow += len(event.block_hashes)
+        elif self._held + count > self._limits.blocks:
+            self.stats.overflow += count
         elif not event.token_ids:
             self._index_known(event, self._hold(event).tier)
-        elif self._fits(event):
+        elif event.block_size < 1 or len(event.token_ids) != event.block_size * count:
+            self.stats.odd_sized += count
+        elif event.block_size != self.block_size and not self._learn_block_size(event.block_size):
+            # A tail: some engines store the rest of a prompt as a short block.
+            self.stats.odd_sized += count
+        else:
             self._hold(event)
             parent = self._parent_key(event)
             if parent is None:
@@ -162,21 +168,13 @@ class EngineBlocks:
             else:
                 self._learn(event, parent)
 
-    def _fits(self, event: BlockStored) -> bool:
-        """Whether the event's blocks are whole blocks of the engine's size; learns that size."""
-        size = event.block_size
-        if (
-            size < 1
-            or len(event.token_ids) != size * len(event.block_hashes)
-            or size < (self.block_size or 0)
-        ):
-            # A smaller size than before is a tail: some engines store the rest of a prompt as a short block.
-            self.stats.odd_sized += len(event.block_hashes)
+    def _learn_block_size(self, size: int) -> bool:
+        """Take this for the engine's block size, unless a larger one was seen."""
+        if self.block_size is not None and size < self.block_size:
             return False
-        if size != self.block_size:
-            self.block_size = size
-            if self._on_block_size is not None:
-                self._on_block_size(size)
+        self.block_size = size
+        if self._on_block_size is not None:
+            self._on_block_size(size)
         return True
 
     def _hold(self, event: BlockStored) -> _Place:

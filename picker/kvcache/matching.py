@@ -64,7 +64,12 @@ def match_on_device(keys: Iterable[int], mask: int, device: Mapping[int, int]) -
         held = device.get(key, 0) & alive
         if held != alive:
             if depth:
-                matches.update(dict.fromkeys(slots_of(alive ^ held), PrefixMatch(depth)))
+                match = PrefixMatch(depth)
+                ended = alive ^ held
+                while ended:
+                    low = ended & -ended
+                    matches[low.bit_length() - 1] = match
+                    ended ^= low
             if not held:
                 return matches
             alive = held
