@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from picker.admin.access import is_loopback
 from picker.cli.options import fail, with_settings
+from picker.cli.surprises import surprises
 from picker.policy import Policy, PolicyError, load_policy
 from picker.policy.advice import policy_warnings
 from picker.pool.endpoint import EndpointSpec
@@ -20,7 +22,12 @@ from picker.settings import Settings
 _POWERFUL = ("policy_class", "priority", "strict_priority", "pin", "rank", "tolerations", "allow_list")
 
 
-def _check(settings: Settings) -> None:
+def _check(
+    settings: Settings,
+    route_timeout: Annotated[
+        float | None, typer.Option(help="The gateway's route timeout in seconds.", min=0)
+    ] = None,
+) -> None:
     """Validate settings, policy and pool together, and warn of what will surprise.
 
     Takes the same options as `picker serve`, listens on nothing and asks no engine. Exit code 2 when something is
@@ -33,8 +40,13 @@ def _check(settings: Settings) -> None:
     warnings = [*_settings_warnings(settings), *_pool_warnings(settings, endpoints)]
     if policy is not None:
         warnings += policy_warnings(
-            policy, max(1, len(endpoints)), None, max_num_batched_tokens=_budget(endpoints)
+            policy,
+            max(1, len(endpoints)),
+            route_timeout,
+            max_num_batched_tokens=_budget(endpoints),
+            default_wait=settings.queue.max_wait,
         )
+        warnings += surprises(settings, policy, endpoints, route_timeout)
     for warning in warnings:
         typer.echo(f"warning: {warning}")
     classes = len(list(policy.classes())) if policy else 1

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from picker.settings import Setting, Settings, SettingsError, all_settings, load_settings
+from picker.settings import Setting, SettingsError, all_settings, load_settings
 
 ConfigOption = Annotated[
     Path | None,
@@ -25,10 +25,14 @@ def fail(message: str, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
-def with_settings(command: Callable[[Settings], None]) -> Callable[..., None]:
-    """A command that takes --config and a flag for each setting, and gets the settings that they make."""
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes --config and a flag for each setting, and gets the settings that they make. Its other
+    parameters are options of its own.
+    """
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
-    def run(config: Path | None, **flags: str | bool | None) -> None:
+    def run(config: Path | None, **flags: Any) -> None:
+        options = {parameter.name: flags.pop(parameter.name) for parameter in own}
         given = {
             setting.key: _text(value)
             for setting in all_settings()
@@ -38,9 +42,9 @@ def with_settings(command: Callable[[Settings], None]) -> Callable[..., None]:
             settings = load_settings(config, os.environ, given)
         except SettingsError as error:
             raise fail(str(error), 2) from None
-        command(settings)
+        command(settings, **options)
 
-    parameters = [_keyword("config", ConfigOption)]
+    parameters = [_keyword("config", ConfigOption), *own]
     parameters += [_keyword(_parameter(setting), _option(setting)) for setting in all_settings()]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -24,13 +24,15 @@ def policy_warnings(
     route_timeout: float | None,
     *,
     max_num_batched_tokens: int | None = None,
+    default_wait: float | None = None,
 ) -> list[str]:
     """One sentence for each thing that does not do what its author may expect, in the order of the file.
 
     What several classes share is said once. `route_timeout` is the gateway's, in seconds; None or 0: unknown
-    or switched off. Without `max_num_batched_tokens` the engines' token budget is taken as unknown.
+    or switched off. Without `max_num_batched_tokens` the engines' token budget is taken as unknown. `default_wait`
+    is what ends a wait, in seconds, where a class sets no limit.
     """
-    pool = _Pool(endpoints, route_timeout or None, max_num_batched_tokens)
+    pool = _Pool(endpoints, route_timeout or None, max_num_batched_tokens, default_wait)
     general = list(policy.warnings)
     if endpoints == 0:
         general.append("no endpoints: every limit is 0 and every request is refused")
@@ -65,6 +67,7 @@ class _Pool:
     endpoints: int
     route_timeout: float | None
     max_num_batched_tokens: int | None
+    default_wait: float | None
 
 
 def _warnings(policy: Policy, pool: _Pool) -> Iterator[tuple[str, str]]:
@@ -168,10 +171,10 @@ def _order(entry: PolicyClass) -> Iterator[str]:
 
 def _waiting(entry: PolicyClass, pool: _Pool) -> Iterator[str]:
     longest, route, aging = entry.max_queue_wait, pool.route_timeout, entry.wspt_aging
-    if longest is None:
+    if longest is None and pool.default_wait is None:
         end = f"the route's timeout of {route:g} s answers 504" if route else "the client gives up"
         yield f"no max_queue_wait: a request waits until {end}"
-    elif route is not None and longest >= route:
+    elif longest is not None and route is not None and longest >= route:
         yield (
             f"max_queue_wait {longest:g} s is not below the route's timeout of {route:g} s: the gateway"
             " answers 504 before Picker can answer 429 with retry-after"

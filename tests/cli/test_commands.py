@@ -83,6 +83,67 @@ def test_check_warns_of_what_clients_can_do_and_of_a_closed_admin_port() -> None
     assert "only metrics and health are served" in result.output
 
 
+SURPRISING = """
+default_policy_family: standard
+uncached_isl_buckets: [{min_tokens: 0, bucket: all}]
+policy_classes:
+  - {name: standard, policy_family: standard, cache_bucket: all, quantum: 100, prefill_busy_threshold: 1000,
+     request_queue_limit_per_worker: 50}
+  - {name: open, policy_family: open, cache_bucket: all, quantum: 100}
+  - {name: lost, policy_family: lost, cache_bucket: all, quantum: 100, prefill_busy_threshold: 1000,
+     max_queue_wait: 20, allowed_endpoints: {gpu: none}}
+  - {name: few, policy_family: few, cache_bucket: all, quantum: 100, kv_usage_busy_threshold: 0.9,
+     request_queue_limit_per_worker: 60, allowed_endpoints: {gpu: h100}}
+"""
+
+
+@pytest.fixture
+def surprising(tmp_path: Path) -> list[str]:
+    (tmp_path / "policy.yaml").write_text(SURPRISING)
+    (tmp_path / "pool.yaml").write_text(
+        "endpoints: [{name: a, address: '10.0.0.1:8000', labels: {gpu: h100}, metrics: false},"
+        " {name: b, address: '10.0.0.2:8000'}]\n"
+    )
+    return [
+        "check",
+        "--policy-file",
+        str(tmp_path / "policy.yaml"),
+        "--pool-file",
+        str(tmp_path / "pool.yaml"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "open: can never queue"),
+        ([], "lost: no endpoint of the pool may take its requests (not_selected): they get 503"),
+        ([], "few: kv_usage_busy_threshold has no effect: none of its endpoints is scraped"),
+        ([], "few: its queue limits count all 2 endpoints of the pool, of which it may use 1"),
+        (["--policy-hints-policy-class", "ignore"], "no request can say its class"),
+        (["--extproc-max-streams", "200"], "max_streams 200 binds before the classes' queue limits"),
+        (
+            ["--route-timeout", "60"],
+            "standard, few: queue.max_wait 60 s is not below the route's timeout of 60 s",
+        ),
+        (["--route-timeout", "15"], "lost: max_queue_wait 20 s is not below the route's timeout of 15 s"),
+    ],
+)
+def test_check_sees_settings_policy_and_pool_together(
+    surprising: list[str], flags: list[str], expected: str
+) -> None:
+    result = run(*surprising, *flags)
+    assert result.exit_code == 0, result.output
+    assert expected in result.output
+
+
+@pytest.mark.parametrize(
+    "absent", ["no request can say its class", "max_streams", "queue.max_wait", "the client gives up"]
+)
+def test_check_is_silent_where_there_is_nothing_to_say(surprising: list[str], absent: str) -> None:
+    assert absent not in run(*surprising, "--route-timeout", "61").output
+
+
 @pytest.mark.parametrize("command", ["check", "serve"])
 def test_wrong_settings_are_blamed_without_a_traceback(command: str, tmp_path: Path) -> None:
     for arguments, expected in (
