@@ -131,10 +131,13 @@ class EnvoyProcess:
         raise EnvoyUnavailable(f"Envoy did not start in {_START_SECONDS:.0f} s:\n{self._log_tail()}")
 
     async def _listener_port(self) -> int:
-        """Wait until Envoy listens, and say where."""
+        """Wait until Envoy listens, and say where.
+
+        A listener has its port before it listens: Envoy first waits for the first health checks of its clusters.
+        """
         for _ in range(int(_START_SECONDS / _POLL_SECONDS)):
             listeners = (await self._get("/listeners?format=json")).get("listener_statuses", [])
-            if listeners:
+            if listeners and (await self._get("/server_info"))["state"] == "LIVE":
                 return int(listeners[0]["local_address"]["socket_address"]["port_value"])
             await asyncio.sleep(_POLL_SECONDS)
         raise EnvoyUnavailable(f"Envoy opened no listener:\n{self._log_tail()}")
