@@ -144,4 +144,4 @@ def truncation_of(value: Any, side: Any) -> Truncation | None:
     """`truncate_prompt_tokens`: the engine keeps that many ids, by default the last. -1 needs its own limits."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         return None
-    return Truncation(value, right=side == "right")
+    return Truncation(value, right=side == "right", keeps_frame=side is None)

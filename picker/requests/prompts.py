@@ -10,10 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keep only `keep` token ids: the last ones, or the first ones where `right` is set."""
+    """Keep only `keep` token ids: the last ones, or the first ones where `right` is set.
+
+    `keeps_frame`: the tokenizer cuts, so what its post-processor adds (BOS and the like) counts, but stays. A
+    request that names a side has the ready ids cut.
+    """
 
     keep: int
     right: bool = False
+    keeps_frame: bool = True
 
 
 @dataclass(frozen=True, slots=True)

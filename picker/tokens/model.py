@@ -76,10 +76,13 @@ class ModelTokenizer:
             case TokenPrompts(prompts):
                 batch = prompts
             case TextPrompts(texts, special):
-                batch = tuple(self._encode(text, special, abandoned) for text in texts)
+                batch = tuple(
+                    self._framed(self._encode(text, abandoned), special, prompt.truncation) for text in texts
+                )
             case ChatPrompt():
                 text = self.render(prompt, max_seconds=template_seconds, max_characters=template_characters)
-                batch = (self._encode(text, prompt.add_special_tokens, abandoned),)
+                ids = self._encode(text, abandoned)
+                batch = (self._framed(ids, prompt.add_special_tokens, prompt.truncation),)
         return truncate(batch, prompt.truncation)
 
     def render(self, prompt: ChatPrompt, *, max_seconds: float = 10.0, max_characters: int = 64 << 20) -> str:
@@ -117,7 +120,17 @@ class ModelTokenizer:
             raise TemplateFailed(str(template))
         return template
 
-    def _encode(self, text: str, special: bool, abandoned: Callable[[], bool]) -> array[int]:
+    def _framed(self, ids: array[int], special: bool, truncation: Truncation | None) -> array[int]:
+        """The ids with what the post-processor adds, and with room made for it where the tokenizer truncates."""
+        if not special:
+            return ids
+        room = truncation.keep - len(self._prefix) - len(self._suffix) if truncation else 0
+        if truncation is not None and truncation.keeps_frame and room >= 0:
+            ids = _kept(ids, room, truncation.right)
+        return array("I", self._prefix) + ids + array("I", self._suffix)
+
+    def _encode(self, text: str, abandoned: Callable[[], bool]) -> array[int]:
+        """The ids of a text alone."""
         parts = list(self._cutter.parts(text))
         found = self._cache.find(self._id, parts)
         missing = [at for at, known in enumerate(found) if known is None]
@@ -130,10 +143,9 @@ class ModelTokenizer:
             self._cache.store(self._id, zip(texts, fresh, strict=True))
             for at, part_ids in zip(batch, fresh, strict=True):
                 found[at] = part_ids
-        ids = array("I", self._prefix if special else ())
+        ids = array("I")
         for known in found:
             ids.extend(known or ())
-        ids.extend(self._suffix if special else ())
         return ids
 
 
@@ -148,8 +160,12 @@ def truncate(prompts: tuple[array[int], ...], truncation: Truncation | None) -> 
     """Keep the last ids of each prompt, or the first, as the request asks."""
     if truncation is None:
         return prompts
-    keep = truncation.keep
-    return tuple(ids[:keep] if truncation.right else ids[-keep:] for ids in prompts)
+    return tuple(_kept(ids, truncation.keep, truncation.right) for ids in prompts)
+
+
+def _kept(ids: array[int], count: int, right: bool) -> array[int]:
+    """At most `count` of the ids: the last ones, or the first ones where the right end is cut."""
+    return ids[:count] if right else ids[max(len(ids) - count, 0) :]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -255,7 +255,9 @@ def test_truncation_is_noted() -> None:
         COMPLETIONS, {"prompt": [1, 2], "truncate_prompt_tokens": 1, "truncation_side": "right"}
     ).prompt
     assert last == TextPrompts(("a",), truncation=Truncation(5))
-    assert first == TokenPrompts((array("I", [1, 2]),), Truncation(1, right=True))
+    assert first == TokenPrompts((array("I", [1, 2]),), Truncation(1, right=True, keeps_frame=False))
+    left = read(COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": 5, "truncation_side": "left"}).prompt
+    assert left == TextPrompts(("a",), truncation=Truncation(5, keeps_frame=False))
     assert read(COMPLETIONS, {"prompt": "a", "truncate_prompt_tokens": -1}).prompt == TextPrompts(("a",))
 
 

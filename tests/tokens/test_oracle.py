@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from picker.requests import BodyLimits, ChatPrompt, TextPrompts, parse_request
+from picker.requests.prompts import Truncation
 from picker.tokens.chunks import ChunkCache
 from picker.tokens.model import ModelTokenizer
 from tests.tokens.models import BOS_CHAT, CHATML, KINDS, save
@@ -197,6 +198,26 @@ def test_texts(kind: str, both: Callable[[str], tuple[ModelTokenizer, Any]], tex
     assert mine.encode_prompt(TextPrompts((text,)))[0].tolist() == oracle(text)["input_ids"]
     bare = TextPrompts((text,), add_special_tokens=False)
     assert mine.encode_prompt(bare)[0].tolist() == oracle(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["llama3_like", "wordpiece", "byte_bpe"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_special_tokens_survive_truncation(
+    kind: str, side: str, both: Callable[[str], tuple[ModelTokenizer, Any]]
+) -> None:
+    """Cut by the tokenizer, as where a request names no side (seen on a real engine)."""
+    mine, oracle = both(kind)
+    oracle.truncation_side = side
+    text = "the wind and the rain of a long day"
+    for keep in (2, 3, 7, 1000):
+        truncation = Truncation(keep, right=side == "right")
+        ids = mine.encode_prompt(TextPrompts((text,), truncation=truncation))[0].tolist()
+        cut = oracle(text, truncation=True, max_length=keep)
+        assert ids == cut["input_ids"]
+        given = Truncation(keep, right=side == "right", keeps_frame=False)
+        ids = mine.encode_prompt(TextPrompts((text,), truncation=given))[0].tolist()
+        whole = oracle(text)["input_ids"]
+        assert ids == (whole[:keep] if side == "right" else whole[-keep:])
 
 
 @pytest.mark.parametrize("kind", ["llama3_like", "byte_bpe"])
