@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from picker.kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch
@@ -164,7 +164,7 @@ MSGPACK = st.recursive(
     | st.text(max_size=5)
     | st.binary(max_size=40),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=12,
+    max_leaves=6,
 )
 NEARLY = st.fixed_dictionaries(
     {"type": st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Other"])},
@@ -172,6 +172,7 @@ NEARLY = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=40)
 @given(st.lists(NEARLY | NEARLY.map(lambda event: list(event.values())) | MSGPACK, max_size=5))
 def test_every_event_is_either_read_or_counted(events: list[Any]) -> None:
     batch = decode_batch(payload(*events))
