@@ -377,7 +377,8 @@ class App:
         chosen, work = released.decision.chosen, released.work
         if usage.output_tokens is not None:
             self.queue.settle(work, usage.output_tokens)
-        if usage.cached_tokens is None or not work.demand.prompt.lengths:
+        if usage.cached_tokens is None or len(work.demand.prompt.lengths) != 1:
+            # Of a batch, engines report the cached tokens of the last prompt only.
             return
         self.telemetry.reported(chosen.cached_tokens, usage.cached_tokens)
         self.exchanges.accounts.of(chosen.endpoint).reported_cached_tokens += usage.cached_tokens
