@@ -49,9 +49,8 @@ def main() -> None:
     )
     parser.add_argument("--no-peer", action="store_true", help="only Picker's own figures")
     peer = None if parser.parse_args().no_peer else load_peer()
-    print(
-        f"this machine now: {loop_nanoseconds():.0f} ns for a turn of an empty loop (15 to 20 when it is idle)"
-    )
+    turn = loop_nanoseconds()
+    print(f"{turn:.0f} ns of processor time for a turn of an empty loop: compare runs where this is alike")
     bench_keys()
     bench_lookups(peer)
     bench_events(peer)
