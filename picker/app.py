@@ -175,7 +175,9 @@ class App:
         self.extproc = ExtProcServer(
             self.pipeline,
             limits=ConversationLimits(
-                max_body_bytes=settings.requests.max_body_bytes, refuses=not settings.extproc.shadow
+                max_body_bytes=settings.requests.max_body_bytes,
+                buffered_hold=settings.queue.max_wait,
+                refuses=not settings.extproc.shadow,
             ),
             budget=BodyBudget(max_bytes=settings.extproc.total_body_limit),
             max_streams=settings.extproc.max_streams,
@@ -183,9 +185,7 @@ class App:
             clock=self.clock,
         )
         self.access_log = AccessLogService(
-            lambda request_id, upstream, status, first_byte, last_byte: self.exchanges.logged(
-                request_id, first_byte
-            ),
+            lambda request_id, upstream, status, first_byte, last_byte: self.exchanges.logged(request_id),
             client_names=frozenset(settings.extproc.tls.client_names),
         )
         self._fill_sources()

@@ -114,6 +114,8 @@ class ResponseHeaders:
 
 @dataclass(frozen=True, slots=True)
 class ResponseChunk:
+    """A piece of the response body: the first one always, the others where the exchange wants them."""
+
     data: bytes
 
 
@@ -148,6 +150,7 @@ class Conversation:
         self._has_trailers = False
         self._held_bytes = 0
         self._wants_response_body = False
+        self._response_begun = False
 
     # Driving it
 
@@ -431,7 +434,8 @@ class Conversation:
             self._outbox.put_response_chunk(body.body, body.end_of_stream)
         else:
             self._outbox.put(messages.RESPONSE_BODY_UNCHANGED)
-        return ResponseChunk(body.body) if self._wants_response_body else None
+        begun, self._response_begun = self._response_begun, self._response_begun or bool(body.body)
+        return ResponseChunk(body.body) if self._wants_response_body or not begun else None
 
 
 def _body_mode(number: int) -> BodyMode:

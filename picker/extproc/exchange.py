@@ -45,17 +45,29 @@ class RoutedExchange:
     # The end of its prefill has been seen.
     timed: bool = False
 
+    # A stream has begun whose first event is still to come.
+    streaming: bool = False
+
     def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
+        """Engines send the headers of a stream at once and its first event when the prompt is read; of an answer
+        in one piece they send the headers when all of it is written, which times no prefill.
+        """
         if served:
             self.book.served_by(self, served)
-        if 200 <= status < 300:
-            self.book.prefilled(self, self.book.clock() - self.released.booking.booked_at)
+        self.streaming = any(
+            name == "content-type" and value.startswith("text/event-stream") for name, value in headers
+        )
+        if not self.streaming:
+            self.book.answered(self)
 
     @property
     def wants_response_body(self) -> bool:
         return self.usage is not None
 
     def response_chunk(self, data: bytes) -> None:
+        if self.streaming and data:
+            self.streaming = False
+            self.book.prefilled(self, self.book.clock() - self.released.booking.booked_at)
         if self.usage is not None:
             self.usage.feed(data)
 
@@ -143,10 +155,14 @@ class Exchanges:
             self.prefilled(exchange, self.clock() - exchange.released.booking.booked_at)
 
     def prefilled(self, exchange: RoutedExchange, seconds: float) -> None:
-        """The engine has read the prompt, `seconds` after the decision: it answers, or has stored the last block."""
+        """The engine has read the prompt, `seconds` after the decision: it streams, or has stored the last block."""
         if not exchange.timed:
             exchange.timed = True
             self._time(exchange, seconds)
+        self.answered(exchange)
+
+    def answered(self, exchange: RoutedExchange) -> None:
+        """The engine has read the prompt, at the latest now."""
         self.ledger.prefill_done(exchange.booking)
         self.kick()
 
@@ -174,16 +190,14 @@ class Exchanges:
                 exchange.booking = self.ledger.move(exchange.booking, candidate.endpoint, self.clock())
                 return
 
-    def logged(self, request_id: str, first_byte: float | None) -> None:
-        """The gateway's access log: a request is over. first_byte: seconds from its arrival upstream to the
-        first byte of the answer, None if there was none.
+    def logged(self, request_id: str) -> None:
+        """The gateway's access log: a request is over. Its first byte upstream is that of the headers, which tells
+        nothing of the prefill.
         """
         exchange = self._open.get(request_id) or self._by_gateway_id.get(request_id)
         if exchange is None:
             self.stats.unknown_access_log_entries += 1
             return
-        if first_byte is not None:
-            self.prefilled(exchange, first_byte)
         self.stats.ended_by_access_log += 1
         self.end(exchange)
 

@@ -46,7 +46,7 @@ class Exchange(Protocol):
         """The response began. `served` is the endpoint that the gateway says it really used, if it says."""
 
     def response_chunk(self, data: bytes) -> None:
-        """A piece of the response body; only called where `wants_response_body`."""
+        """A piece of the response body: the first one always, the others only where `wants_response_body`."""
 
     def finished(self, delivered: bool) -> None:
         """The stream is over, in whatever way. Called exactly once for each `Routed`, even one never sent.

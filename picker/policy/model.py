@@ -81,7 +81,9 @@ class CostWeights:
     """How the cost of an endpoint is weighed, in tokens of prefill. The cheapest endpoint wins."""
 
     uncached: Weight = Field(
-        default=1.0, description="Weight of the request's own prompt tokens that the endpoint has not cached."
+        default=2.0,
+        description="Weight of the request's own prompt tokens that the endpoint has not cached. Above"
+        " `prefill_load` it counts what the copies of a prefix push out of the caches.",
     )
     prefill_load: Weight = Field(
         default=1.0, description="Weight of the prefill tokens already booked on the endpoint."

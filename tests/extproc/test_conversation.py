@@ -509,9 +509,10 @@ def test_lockstep_responses_get_one_empty_answer_each(mode: BodyMode) -> None:
     assert all(not reply.response_body.HasField("response") for reply in driver.replies)
 
 
-def test_chunks_are_shown_only_where_wanted() -> None:
-    assert routed().feed(messages.response_body(b"abc")) == []
-    assert routed(watching=True).feed(messages.response_body(b"abc")) == [ResponseChunk(b"abc")]
+def test_the_first_chunk_is_shown_always_and_others_only_where_wanted() -> None:
+    pieces = [messages.response_body(piece) for piece in (b"", b"abc", b"def")]
+    assert routed().feed(*pieces) == [ResponseChunk(b""), ResponseChunk(b"abc")]
+    assert routed(watching=True).feed(*pieces)[-1] == ResponseChunk(b"def")
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -57,14 +57,14 @@ def test_of_a_client_that_left_before_our_answer_was_taken_up() -> None:
     for gateway_id in ("first", "same", "same"):
         fleet.submit("only")
         exchanges.begin(fleet.released[-1], observes_response=False, last_block=None, gateway_id=gateway_id)
-    exchanges.logged("first", None)
-    exchanges.logged("first", None)
-    exchanges.logged("nobody", None)
+    exchanges.logged("first")
+    exchanges.logged("first")
+    exchanges.logged("nobody")
     assert (len(exchanges), exchanges.stats.unknown_access_log_entries) == (2, 2)
     assert fleet.ledger.load(0).running == 2
-    exchanges.logged("same", None)
+    exchanges.logged("same")
     for released in fleet.released:
-        exchanges.logged(released.work.id, None)
+        exchanges.logged(released.work.id)
     assert (len(exchanges), fleet.ledger.load(0).running) == (0, 0)
 
 

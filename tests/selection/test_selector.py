@@ -60,7 +60,7 @@ class Bench:
         self.ledger.book(endpoint, tokens, 0.0)
 
     def choose(self, demand: Demand, mask: int = EVERYBODY, **weights: float) -> Decision:
-        return self.selector.choose(demand, mask, CostWeights(**weights))
+        return self.selector.choose(demand, mask, CostWeights(**{"uncached": 1.0, **weights}))
 
 
 def demand(tokens: int = 1000, **changes: Any) -> Demand:

@@ -1,0 +1,93 @@
+"""What frees a booking's prefill, what times it, and what ends it."""
+
+from __future__ import annotations
+
+from picker.extproc.exchange import Exchanges, RoutedExchange
+from picker.policy.model import PolicyClass
+from tests.queueing.fleet import Fleet
+
+EVENT_STREAM = [("content-type", "text/event-stream; charset=utf-8")]
+JSON = [("content-type", "application/json")]
+
+
+class Followed:
+    """One request of 1,000 tokens on one engine, decided at 0 s."""
+
+    def __init__(self, *, observes_response: bool = True, last_block: int | None = None) -> None:
+        self.fleet = Fleet([PolicyClass(name="p", quantum=512)])
+        self.exchanges = Exchanges(
+            self.fleet.pool,
+            self.fleet.ledger,
+            self.fleet.selector.calibration,
+            lambda: self.fleet.now,
+            lambda: None,
+        )
+        self.fleet.submit("p", 1000)
+        self.exchange: RoutedExchange = self.exchanges.begin(
+            self.fleet.released[0], observes_response=observes_response, last_block=last_block
+        )
+
+    @property
+    def load(self) -> tuple[int, int]:
+        load = self.fleet.ledger.load(0)
+        return load.running, load.prefill_tokens
+
+    @property
+    def timings(self) -> list[float]:
+        """Tokens per second that the calibration was told of."""
+        return [rate for samples in self.fleet.selector.calibration._samples.values() for rate in samples]
+
+
+def test_a_stream_is_prefilled_at_its_first_event_not_at_its_headers() -> None:
+    followed = Followed()
+    followed.exchange.response_headers(200, EVENT_STREAM, None)
+    assert followed.load == (1, 1000)
+    followed.exchange.response_chunk(b"")
+    assert followed.load == (1, 1000)
+    followed.fleet.now = 0.5
+    followed.exchange.response_chunk(b"data: {}\n\n")
+    assert (followed.load, followed.timings) == ((1, 0), [2000.0])
+
+
+def test_an_answer_in_one_piece_frees_the_prefill_and_times_nothing() -> None:
+    followed = Followed()
+    followed.fleet.now = 9.0
+    followed.exchange.response_headers(200, JSON, None)
+    assert (followed.load, followed.timings) == ((1, 0), [])
+
+
+def test_an_error_frees_the_prefill_too() -> None:
+    followed = Followed()
+    followed.exchange.response_headers(500, [], None)
+    assert followed.load == (1, 0)
+
+
+def test_the_pods_own_event_tells_of_the_prefill_and_times_it() -> None:
+    followed = Followed(observes_response=False, last_block=77)
+    followed.fleet.now = 0.25
+    followed.exchanges.block_stored(0, 76)
+    assert followed.load == (1, 1000)
+    followed.exchanges.block_stored(0, 77)
+    assert (followed.load, followed.timings) == ((1, 0), [4000.0])
+    followed.exchanges.block_stored(0, 77)
+    assert followed.exchanges.stats.prefills_by_kv_event == 1
+
+
+def test_the_stream_ends_what_passes_through_it_and_the_log_what_does_not() -> None:
+    through, beside = Followed(), Followed(observes_response=False, last_block=77)
+    for followed in (through, beside):
+        followed.exchange.finished(True)
+    assert (through.load, beside.load) == ((0, 0), (1, 1000))
+    beside.exchanges.logged("nobody's")
+    beside.exchanges.logged(beside.exchange.released.work.id)
+    assert (beside.load, len(beside.exchanges)) == ((0, 0), 0)
+    assert beside.exchanges.stats.unknown_access_log_entries == 1
+    beside.exchanges.block_stored(0, 77)
+    assert beside.load == (0, 0)
+
+
+def test_what_the_gateway_never_got_is_over_at_once() -> None:
+    followed = Followed(observes_response=False)
+    followed.exchange.finished(False)
+    followed.exchange.finished(True)
+    assert followed.load == (0, 0)
