@@ -73,7 +73,7 @@ def _message(message: Mapping[str, Any], as_parts: bool) -> dict[str, Any]:
         prepared["content"] = _tool_content(content) if role == "tool" else content
     else:
         texts = [_text(part) for part in parts]
-        prepared["content"] = "\n".join(text for text in texts if text is not None)
+        prepared["content"] = "\n".join(text for text in texts if text)
     if role == "assistant":
         _add_assistant_fields(prepared, message)
     elif role == "tool" and "tool_call_id" in message:

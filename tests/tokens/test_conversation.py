@@ -24,6 +24,7 @@ def prepared(*messages: dict[str, Any], as_parts: bool = False, template: str = 
         ("", "", [{"type": "text", "text": ""}]),
         ([TEXT, TEXT], "a\na", [TEXT, TEXT]),
         (["a", TEXT], "a\na", [TEXT, TEXT]),
+        ([TEXT, {**TEXT, "text": ""}], "a", [TEXT, {**TEXT, "text": ""}]),
         ([{"type": "input_text", "text": "a"}], "a", [TEXT]),
         ([{"type": "refusal", "refusal": "a"}], "a", [TEXT]),
         ([{"type": "thinking", "thinking": "a"}], "a", [TEXT]),
