@@ -42,7 +42,7 @@ def chat_prompt(body: ChatBody, limits: BodyLimits) -> ChatPrompt:
             param="continue_final_message",
         )
     return ChatPrompt(
-        messages=messages_of(body.messages, "messages", limits),
+        messages=tuple(map(_with_reasoning, messages_of(body.messages, "messages", limits))),
         tools=tools_of(body.tools, limits),
         add_generation_prompt=True
         if body.add_generation_prompt is UNSET
@@ -73,6 +73,12 @@ def messages_of(value: Any, param: str, limits: BodyLimits) -> tuple[Mapping[str
             raise BadRequest(f"{where} must have a role", param=f"{where}.role")
         _check_content(message.get("content"), f"{where}.content")
     return tuple(value)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Reasoning under its old name counts where there is none under the new one."""
+    old = message.get("reasoning_content")
+    return message if old is None or message.get("reasoning") is not None else {**message, "reasoning": old}
 
 
 def _check_content(content: Any, where: str) -> None:

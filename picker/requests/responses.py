@@ -57,6 +57,8 @@ def responses_prompt(body: ResponsesBody, limits: BodyLimits) -> ChatPrompt | No
         tools=tuple(function_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)) or None,
         add_generation_prompt=not unfinished,
         continue_final_message=unfinished,
+        # Unlike the other chat routes (vLLM 0.32): a template that writes BOS gives two of them.
+        add_special_tokens=True,
         template_kwargs=template_kwargs(body.chat_template_kwargs, reasoning_effort=effort),
     )
 

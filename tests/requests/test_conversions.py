@@ -44,6 +44,13 @@ class TestChat:
         ]
         assert list(chat(messages=given).messages) == given
 
+    def test_reasoning_goes_by_its_old_name_too(self) -> None:
+        said = {"role": "assistant", "content": "a"}
+        (old,) = chat(messages=[{**said, "reasoning_content": "hm"}]).messages
+        assert old["reasoning"] == "hm"
+        (both,) = chat(messages=[{**said, "reasoning_content": "hm", "reasoning": "new"}]).messages
+        assert both["reasoning"] == "new"
+
     def test_tools_have_the_fields_the_engine_declares(self) -> None:
         tools = [
             {"type": "function", "function": {"parameters": SCHEMA, "name": "f", "extra": 1}, "x": 2},
@@ -112,6 +119,11 @@ class TestResponses:
         assert prompt.messages == ({"role": "system", "content": "be brief"}, USER)
         assert prompt.tools is None
         assert prompt.add_generation_prompt
+
+    def test_the_tokenizer_adds_special_tokens_to_what_the_template_wrote(self) -> None:
+        """As the engine does on this route alone: a template that writes BOS gives two (seen on vLLM 0.32)."""
+        assert responses(input="hi").add_special_tokens
+        assert not chat().add_special_tokens
 
     def test_calls_join_the_assistants_message(self) -> None:
         prompt = responses(
