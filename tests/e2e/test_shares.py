@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ CASES = [
     pytest.param((512, 512), 512, 1536, range(140, 181), id="equal quanta"),
     pytest.param((4096, 1024), 512, 1536, range(240, 273), id="4096:1024 at 512 tokens"),
     pytest.param((512, 128), 128, 384, range(240, 273), id="512:128 at 128 tokens"),
+    pytest.param((2048, 512), 256, 768, range(240, 273), id="2048:512 at 256 tokens"),
 ]
 
 
@@ -71,3 +73,39 @@ async def test_premium_gets_its_share(
         assert first.count("regular") >= 48
         load = stack.app.ledger.load(0)
         assert (load.running, load.prefill_tokens) == (0, 0)
+
+
+async def test_shares_hold_for_sizes_from_32_to_32000_tokens(tmp_path: Path) -> None:
+    """Log-normal prompts: while both classes wait, each is within the bound of the design of its share."""
+    dice, quanta = random.Random(3), {"premium": 4096, "regular": 1024}
+    engine = MockEngineSettings(
+        max_num_seqs=4,
+        prefill_rate=5e4,
+        num_blocks=200_000,
+        max_num_batched_tokens=65_536,
+        max_model_len=65_536,
+    )
+    settings = {"queue": {"max_wait": None}}
+    yaml = policy((4096, 1024), 8192)
+    async with running_stack(tmp_path, [engine], policy=yaml, settings=settings) as stack:
+        sizes = [round(min(32_000, max(32, dice.lognormvariate(6.5, 1.4)))) for _ in range(200)]
+        answers = await asyncio.gather(
+            *(
+                stack.complete(
+                    [number + 1] * size, headers={CLASS_HEADER: ("premium", "regular")[number % 2]}
+                )
+                for number, size in enumerate(sizes)
+            )
+        )
+        assert {answer["status"] for answer in answers} == {200}
+        released = [(each.policy_class, each.cost) for each in reversed(list(stack.app.telemetry.decisions))]
+    # From where everybody had arrived to where one class has nothing left to wait.
+    first = 40
+    last = min(max(n for n, (name, _) in enumerate(released) if name == each) for each in quanta)
+    served: dict[str, float] = dict.fromkeys(quanta, 0.0)
+    for name, cost in released[first:last]:
+        served[name] += cost / quanta[name]
+    largest = max(sizes)
+    assert abs(served["premium"] - served["regular"]) <= 2 + largest / 4096 + largest / 1024
+    assert last - first >= 60
+    assert served["premium"] >= 3
