@@ -63,7 +63,10 @@ class GatheredBody:
             self._single = b""
 
     def whole(self) -> bytes:
-        return self._single if self._buffer is None else bytes(self._buffer)
+        if self._buffer is not None:
+            # Kept in this form only: two copies would be twice what the budget knows of.
+            self._single, self._buffer = bytes(self._buffer), None
+        return self._single
 
 
 class PieceQueue:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
@@ -113,6 +115,7 @@ class Pipeline:
     objectives: Mapping[str, int] = field(default_factory=dict)
     _prefix: str = field(default_factory=lambda: uuid4().hex[:12])
     _serial: count[int] = field(default_factory=count)
+    _unpacking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def route(self, arrival: Arrival) -> Routed | Refused:
         """Decide where a request goes. Cancelling it means that the client has left."""
@@ -133,9 +136,7 @@ class Pipeline:
         stage = StageClock(self.stages, trace)
         try:
             hints = parse_hints(arrival.headers, arrival.metadata, self.settings.trust)
-            request = parse_request(
-                arrival.method, arrival.path, arrival.headers, arrival.body, self.settings.body_limits
-            )
+            request = await self._read(arrival)
         except BadRequest as error:
             return _refuse_bad(error)
         stage.done("parse")
@@ -202,6 +203,24 @@ class Pipeline:
             ttft_deadline=arrival.received_at + hints.ttft_ms / 1000 if hints.ttft_ms else inf,
             expected_output_tokens=request.max_tokens or 0,
         )
+
+    async def _read(self, arrival: Arrival) -> InferenceRequest:
+        """Parse the request. Raises BadRequest.
+
+        A compressed body is unpacked beside the event loop, and one at a time: a small one may be many megabytes.
+        """
+        read = partial(
+            parse_request,
+            arrival.method,
+            arrival.path,
+            arrival.headers,
+            arrival.body,
+            self.settings.body_limits,
+        )
+        if all(name != "content-encoding" for name, _ in arrival.headers):
+            return read()
+        async with self._unpacking:
+            return await asyncio.to_thread(read)
 
     def _with_adapter(self, constraints: Constraints, request: InferenceRequest) -> Constraints:
         model = request.model or ""
