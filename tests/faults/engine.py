@@ -28,7 +28,7 @@ class CheckedEngine:
     silent: bool = False  # takes requests and answers nothing
     running: int = 0
     served: int = 0
-    destinations: set[str] = field(default_factory=set)  # values of the destination header that came
+    arrivals: list[list[tuple[str, str]]] = field(default_factory=list)  # the headers of each request
     streaming: int = 0  # answers that have begun to come
     _open: list[web.Request] = field(default_factory=list)
     _runner: web.AppRunner | None = None
@@ -36,7 +36,13 @@ class CheckedEngine:
     async def start(self) -> None:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.add_routes([web.get("/metrics", self._metrics), web.route("*", "/{path:.*}", self._answer)])
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=0.1,
+            handler_cancellation=True,
+            auto_decompress=False,  # what came is what counts
+        )
         await self._runner.setup()
         host, _, port = (self.address or "127.0.0.1:0").partition(":")
         listener = socket.create_server((host, int(port)), backlog=1024)
@@ -74,8 +80,10 @@ class CheckedEngine:
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.served += 1
-        self.destinations.update(request.headers.getall("x-gateway-destination-endpoint", []))
-        wanted = json.loads(body) if body else {}
+        self.arrivals.append(
+            [(name.decode().lower(), value.decode("latin-1")) for name, value in request.raw_headers]
+        )
+        wanted = json.loads(body) if body[:1] == b"{" else {}
         while self.silent:
             await asyncio.sleep(0.02)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})

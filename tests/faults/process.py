@@ -106,6 +106,11 @@ class PickerChild:
                 sums[sample.name] += sample.value
         return sums
 
+    async def series(self) -> int:
+        """How many samples /metrics has."""
+        async with self._session.get(f"http://127.0.0.1:{self.admin_port}/metrics") as response:
+            return sum(not line.startswith("#") for line in (await response.text()).splitlines())
+
     async def idle(self, seconds: float = 15.0) -> dict[str, float]:
         """Wait until nothing is held, booked or open; the metrics then. Fails when that does not come."""
         left: dict[str, float] = {}
@@ -130,6 +135,12 @@ class PickerChild:
         assert self.process is not None
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_rss(self) -> int:
+        """The most resident bytes that it ever had."""
+        assert self.process is not None
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     def descriptors(self) -> int:
         assert self.process is not None
