@@ -94,6 +94,8 @@ class App:
         self.accuracy = AccuracyTracker()
         self.index = KvIndex(settings.kvcache.max_blocks)
         self.predicted = PredictedIndex()
+        # An engine that restarted or was reset has nothing of what was sent to it before either.
+        self.index.on_cleared = self.predicted.drop
         self.kv_events: KvEvents[Endpoint] = KvEvents(
             self.index, on_block_size=lambda endpoint, size: self.pool.learn_block_size(endpoint, size)
         )

@@ -33,7 +33,11 @@ class KvIndex:
     """
 
     def __init__(
-        self, max_blocks: int = 4_000_000, *, on_stored: Callable[[int, int], None] | None = None
+        self,
+        max_blocks: int = 4_000_000,
+        *,
+        on_stored: Callable[[int, int], None] | None = None,
+        on_cleared: Callable[[int], None] | None = None,
     ) -> None:
         if max_blocks < 1:
             raise ValueError(f"max_blocks {max_blocks} is not positive")
@@ -41,6 +45,8 @@ class KvIndex:
         #: Called with (slot, key) for each block stored on a device, also when it was there already: an
         #: engine that computes a block again has finished it again.
         self.on_stored = on_stored
+        #: Called with a slot whose cache is found to be empty, or no longer known.
+        self.on_cleared = on_cleared
         self.stats = IndexStats()
         self._holders: tuple[dict[int, int], ...] = ({}, {}, {})
         self._parents: dict[int, int] = {}  # has every key of the index
@@ -131,6 +137,8 @@ class KvIndex:
         """The slot's cache is empty or unknown: forget its blocks. Costs by that slot's blocks only."""
         self.stats.cleared += 1
         self.drop(slot)
+        if self.on_cleared is not None:
+            self.on_cleared(slot)
 
     def drop(self, slot: int) -> None:
         """The slot's endpoint is gone: forget its blocks, so that the slot can serve another endpoint."""

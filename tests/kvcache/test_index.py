@@ -192,3 +192,12 @@ def test_one_slots_end_leaves_the_others_alone() -> None:
 def test_an_index_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_blocks"):
         KvIndex(max_blocks=0)
+
+
+def test_a_cleared_slot_is_told_of_and_a_dropped_one_is_not() -> None:
+    heard: list[int] = []
+    index = KvIndex(on_cleared=heard.append)
+    index.add(3, CHAINS[0], ROOT)
+    index.clear(3)
+    index.drop(3)
+    assert heard == [3]
