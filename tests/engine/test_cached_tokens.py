@@ -78,9 +78,12 @@ class Bench:
         return await self.ask("/v1/completions", prompt=prompt, max_tokens=tokens, ignore_eos=True, **body)
 
     async def heard(self) -> None:
-        """Picker has applied what the engine has published, and no more comes."""
-        stats = self.stack.app.kv_events.stream_stats
+        """Picker has applied what the engine has published, no more comes, and short-lived predictions are over."""
+        app = self.stack.app
+        stats = app.kv_events.stream_stats
         async with asyncio.timeout(30):
+            while app.settings.kvcache.bridge_ttl < 1 and len(app.predicted):
+                await asyncio.sleep(0.02)
             while True:
                 before = (self.recorder.messages, stats.live + stats.replayed)
                 await asyncio.sleep(0.15)

@@ -47,7 +47,8 @@ async def test_a_client_that_leaves_frees_engine_and_picker(
 async def test_a_restarted_engine_is_cold_and_then_warm_again(
     vllm: Vllm, tmp_path: Path, say: Callable[[str], None]
 ) -> None:
-    """Killed and started on the same ports: Picker takes it up again without being told."""
+    """Killed and started on the same ports: Picker takes it up again without being told, and forgets as well what
+    it had sent while the engine was away."""
     prompt = [*ids(300, 6), 5]
     async with bench(tmp_path, vllm, settings=EVENTS_ONLY) as test:
         await test.complete(prompt)
@@ -61,7 +62,9 @@ async def test_a_restarted_engine_is_cold_and_then_warm_again(
         say("vLLM: starting again ...")
         await asyncio.to_thread(vllm.start)
         await connected(test.stack)
-        await test.heard()
+        async with asyncio.timeout(10):
+            while not test.stack.app.kv_events.stream_stats.restarts:
+                await asyncio.sleep(0.05)
         await test.complete(prompt)
         await test.complete(prompt)
         await test.complete([*prompt[:BLOCK], *ids(301, 2)])
