@@ -90,7 +90,7 @@ def demo_command(
             _run(console, duration, requests, seed, keep, picture, live=not json_output)
         )
     except (EnvoyUnavailable, PickerFailed) as error:
-        Console(stderr=True, highlight=False).print(f"[red]The demo could not start.[/] {error}")
+        Console(stderr=True, highlight=False).print("[red]The demo could not start.[/]", Text(str(error)))
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

