@@ -63,7 +63,7 @@ async def test_premium_gets_its_share(
     tmp_path: Path, quanta: tuple[int, int], prompt_tokens: int, threshold: int, premium: range
 ) -> None:
     engine = MockEngineSettings(
-        max_num_seqs=4, prefill_rate=prompt_tokens * 200.0, num_blocks=40_000, max_num_batched_tokens=8192
+        max_num_seqs=4, prefill_rate=prompt_tokens * 80.0, num_blocks=40_000, max_num_batched_tokens=8192
     )
     async with running_stack(tmp_path, [engine], policy=policy(quanta, threshold)) as stack:
         order = await completions_in_order(stack, prompt_tokens)

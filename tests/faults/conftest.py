@@ -10,6 +10,7 @@ import pytest
 from picker.simulation.envoy import EnvoyUnavailable, envoy_binary
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
     try:
@@ -21,3 +22,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=str(error)))
     for item in ours:
         item.add_marker(pytest.mark.e2e)
+        # They wait for timers of real processes: `make test-slow`.
+        item.add_marker(pytest.mark.slow)
