@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow soak docs protos lock clean
+.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow laws soak docs protos lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -49,6 +49,10 @@ test-engine: $(READY)  ## against a real vLLM
 
 test-slow: $(READY)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+laws: $(READY)  ## the queue's laws over a million random decisions (minutes)
+	PICKER_LAW_EXAMPLES=1500 PICKER_LAW_DECISIONS=1000000 \
+		$(BIN)/python -m pytest tests/queueing/test_laws.py tests/queueing/test_fairness_law.py $(ARGS)
 
 soak: $(READY)  ## mixed load with faults for SOAK_SECONDS
 	PICKER_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -m soak -s $(ARGS)
