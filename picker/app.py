@@ -21,10 +21,12 @@ from picker.admin.views import Views
 from picker.extproc.access_log import AccessLogService
 from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import ConversationLimits
+from picker.extproc.deciding import Deciding, DecidingSettings
 from picker.extproc.dispatcher import Dispatcher
 from picker.extproc.exchange import Exchanges, RoutedExchange
 from picker.extproc.health import HealthService, HealthState
-from picker.extproc.pipeline import Pipeline, PipelineSettings
+from picker.extproc.pipeline import Pipeline
+from picker.extproc.preparation import Preparation
 from picker.extproc.server import ExtProcServer
 from picker.extproc.tls import file_credentials, fixed_credentials, self_signed
 from picker.extproc.usage import Usage
@@ -140,7 +142,6 @@ class App:
             self.calibration,
             self.clock,
             self.dispatcher.kick,
-            reads_usage=settings.extproc.observe == "usage",
             on_usage=self._take_usage,
         )
         self.index.on_stored = self.exchanges.block_stored
@@ -156,22 +157,27 @@ class App:
                 cache_bytes=settings.tokens.cache,
             ),
         )
-        self.pipeline = Pipeline(
-            tokenizers=self.tokenizers,
+        self.deciding = Deciding(
             selector=self.selector,
             dispatcher=self.dispatcher,
             exchanges=self.exchanges,
             clock=self.clock,
-            settings=PipelineSettings(
-                body_limits=settings.requests,
-                trust=settings.policy.hints,
+            settings=DecidingSettings(
                 max_wait=settings.queue.max_wait or inf,
                 choices=settings.extproc.choices,
                 shadow=settings.extproc.shadow,
             ),
-            stages=self.telemetry.stages,
+            observe=self.telemetry.stages,
             on_sent=self._predict,
             on_cost=self.telemetry.metrics.decision,
+        )
+        self.pipeline = Pipeline(
+            preparation=Preparation(
+                self.tokenizers, self.pool, body_limits=settings.requests, trust=settings.policy.hints
+            ),
+            decider=self.deciding,
+            clock=self.clock,
+            reads_usage=settings.extproc.observe == "usage",
             tracing=_tracing(settings.telemetry),
         )
         self.extproc = ExtProcServer(
@@ -313,7 +319,7 @@ class App:
         await member.run()
 
     def _take_priorities(self, priorities: Mapping[str, int]) -> None:
-        self.pipeline.objectives = priorities
+        self.deciding.objectives = priorities
 
     def _take_specs(self, specs: list[EndpointSpec]) -> None:
         change = self.pool.replace(specs)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from picker.extproc.endpoint_accounts import EndpointAccounts
-from picker.extproc.usage import Usage, UsageReader
+from picker.extproc.usage import Usage
 from picker.pool.calibration import Calibration
 from picker.pool.ledger import Booking, Ledger
 from picker.pool.pool import Pool
 from picker.queueing.work import Released
-
-if TYPE_CHECKING:
-    from picker.extproc.handler import Headers
 
 
 @dataclass(slots=True)
@@ -31,47 +27,43 @@ class ExchangeStats:
 
 @dataclass(slots=True, eq=False)
 class RoutedExchange:
-    """One routed request. Its booking is released once, by whichever signal of its end comes first."""
+    """One routed request, the `Progress` of which is heard here. Its booking is released once, by whichever signal
+    of its end comes first.
+    """
 
     book: Exchanges
     released: Released
     booking: Booking
     observes_response: bool
     gateway_id: str | None = None
-    usage: UsageReader | None = None
     awaited_block: tuple[int, int] | None = None
     # As the engine reported it; None: not known.
     output_tokens: int | None = None
     # The end of its prefill has been seen.
     timed: bool = False
 
-    # A stream has begun whose first event is still to come.
-    streaming: bool = False
+    def served(self, authority: str) -> None:
+        """The gateway fell back to another endpoint of the list: the booking follows."""
+        chosen = self.released.decision.endpoint
+        if authority == chosen.spec.authority:
+            return
+        for candidate in self.released.decision.candidates:
+            if candidate.endpoint.spec.authority == authority:
+                self.booking = self.book.ledger.move(self.booking, candidate.endpoint, self.book.clock())
+                return
 
-    def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
-        """Engines send the headers of a stream at once and its first event when the prompt is read; of an answer
-        in one piece they send the headers when all of it is written, which times no prefill.
-        """
-        if served:
-            self.book.served_by(self, served)
-        self.streaming = any(
-            name == "content-type" and value.startswith("text/event-stream") for name, value in headers
-        )
-        if not self.streaming:
-            self.book.answered(self)
+    def answered(self) -> None:
+        self.book.ledger.prefill_done(self.booking)
+        self.book.kick()
 
-    @property
-    def wants_response_body(self) -> bool:
-        return self.usage is not None
+    def prefilled(self, at: float) -> None:
+        """It streams, or has stored the last block."""
+        if not self.timed:
+            self.timed = True
+            self.book.time(self, at - self.released.booking.booked_at)
+        self.answered()
 
-    def response_chunk(self, data: bytes) -> None:
-        if self.streaming and data:
-            self.streaming = False
-            self.book.prefilled(self, self.book.clock() - self.released.booking.booked_at)
-        if self.usage is not None:
-            self.usage.feed(data)
-
-    def finished(self, delivered: bool) -> None:
+    def finished(self, delivered: bool, usage: Usage | None) -> None:
         """The ext_proc stream is over. That is the request's end where responses pass through it, or if the
         gateway never got the answer; otherwise the access log will tell.
         """
@@ -80,13 +72,12 @@ class RoutedExchange:
             stats.never_sent += 1
         elif self.observes_response:
             stats.ended_by_stream += 1
-            self._report()
+            self._report(usage)
         else:
             return
         self.book.end(self)
 
-    def _report(self) -> None:
-        usage = self.usage.usage() if self.usage else None
+    def _report(self, usage: Usage | None) -> None:
         if usage is not None:
             self.output_tokens = usage.output_tokens
             self.book.on_usage(self.released, usage)
@@ -101,8 +92,7 @@ class Exchanges:
     calibration: Calibration
     clock: Callable[[], float]
     kick: Callable[[], None]
-    # Whether responses that pass by are read for what engines report, and who is told.
-    reads_usage: bool = False
+    # Hears what an engine reported of a request.
     on_usage: Callable[[Released, Usage], None] = lambda released, usage: None
     # Hears of each request once, when it is over.
     on_end: Callable[[RoutedExchange], None] = lambda exchange: None
@@ -138,8 +128,6 @@ class Exchanges:
         account.cached_tokens += released.decision.chosen.cached_tokens
         if gateway_id is not None:
             self._by_gateway_id[gateway_id] = exchange
-        if self.reads_usage and observes_response:
-            exchange.usage = UsageReader()
         self._open[released.work.id] = exchange
         self.stats.open = len(self._open)
         if last_block is not None:
@@ -152,21 +140,9 @@ class Exchanges:
         for exchange in self._awaited.pop((slot, key), ()):
             exchange.awaited_block = None
             self.stats.prefills_by_kv_event += 1
-            self.prefilled(exchange, self.clock() - exchange.released.booking.booked_at)
+            exchange.prefilled(self.clock())
 
-    def prefilled(self, exchange: RoutedExchange, seconds: float) -> None:
-        """The engine has read the prompt, `seconds` after the decision: it streams, or has stored the last block."""
-        if not exchange.timed:
-            exchange.timed = True
-            self._time(exchange, seconds)
-        self.answered(exchange)
-
-    def answered(self, exchange: RoutedExchange) -> None:
-        """The engine has read the prompt, at the latest now."""
-        self.ledger.prefill_done(exchange.booking)
-        self.kick()
-
-    def _time(self, exchange: RoutedExchange, seconds: float) -> None:
+    def time(self, exchange: RoutedExchange, seconds: float) -> None:
         """Compare with what was to be expected, and learn from it. The endpoint must be the one that was chosen."""
         chosen = exchange.released.decision.chosen
         if exchange.booking.endpoint is not chosen.endpoint:
@@ -179,16 +155,6 @@ class Exchanges:
             account.predicted_ttft += ahead / rate
             account.observed_ttft += seconds
         self.calibration.observe(chosen.endpoint.slot, ahead, seconds)
-
-    def served_by(self, exchange: RoutedExchange, authority: str) -> None:
-        """The gateway fell back to another endpoint of the list: the booking follows."""
-        chosen = exchange.released.decision.endpoint
-        if authority == chosen.spec.authority:
-            return
-        for candidate in exchange.released.decision.candidates:
-            if candidate.endpoint.spec.authority == authority:
-                exchange.booking = self.ledger.move(exchange.booking, candidate.endpoint, self.clock())
-                return
 
     def logged(self, request_id: str) -> None:
         """The gateway's access log: a request is over. Its first byte upstream is that of the headers, which tells

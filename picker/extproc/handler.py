@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from picker.extproc.stages import Stages
+
 Headers = Sequence[tuple[str, str]]
 
 
@@ -56,6 +58,20 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Facts:
+    """How a decision came about, for traces: the request's id, its class, tokens cached and charged, its stages, and
+    the endpoint (`ip:port`) if it got one.
+    """
+
+    request_id: str
+    policy_class: str
+    cached_tokens: int
+    cost: int
+    stages: Stages
+    endpoint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Routed:
     """Send the request to `endpoint`: `ip:port`, or a fallback list `ip:port,ip:port` in order of preference; None
     (shadow mode) leaves the gateway to route it as it would without Picker.
@@ -85,6 +101,7 @@ class Refused:
     kind: str | None = None
     param: str | None = None
     code: str | None = None
+    facts: Facts | None = None
 
 
 class RequestHandler(Protocol):

@@ -7,7 +7,7 @@ between the gateway's span and the engine's. Needs the extra `otel`; nothing her
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -20,7 +20,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-    from picker.queueing.work import Work
+    from picker.extproc.handler import Facts
+    from picker.extproc.handover import Prepared
 
 CONTEXT_HEADERS = ("traceparent", "tracestate")
 
@@ -39,21 +40,23 @@ class RequestTrace:
         _PROPAGATOR.inject(carrier, trace.set_span_in_context(span))
         self.headers = tuple(carrier.items())
 
-    def stage(self, name: str, seconds: float) -> None:
-        """A stage that ended just now, and took `seconds`."""
-        if self._span.is_recording():
-            end = time.time_ns()
+    def stages(self, taken: Sequence[tuple[str, float]]) -> None:
+        """Stages (name, seconds) that followed one another; the last one ended just now."""
+        if not self._span.is_recording():
+            return
+        end = time.time_ns()
+        for name, seconds in reversed(taken):
+            start = end - int(seconds * 1e9)
             child = self._tracer.start_span(
-                f"picker.{name}",
-                context=trace.set_span_in_context(self._span),
-                start_time=end - int(seconds * 1e9),
+                f"picker.{name}", context=trace.set_span_in_context(self._span), start_time=start
             )
             child.end(end)
+            end = start
 
-    def decided(self, work: Work, outcome: str, endpoint: str | None = None) -> None:
-        """The queue's answer: "dispatched" and to whom (`ip:port`), or the reason of a refusal."""
+    def decided(self, prepared: Prepared, facts: Facts, outcome: str) -> None:
+        """The queue's answer: "dispatched", or the reason of a refusal."""
         if self._span.is_recording():
-            self._span.set_attributes(_attributes(work, outcome, endpoint))
+            self._span.set_attributes(_attributes(prepared, facts, outcome))
 
     def end(self, error: str | None = None) -> None:
         """The request has left, or was refused for the reason given."""
@@ -93,17 +96,17 @@ def _otlp_exporter() -> SpanExporter:
     return OTLPSpanExporter()
 
 
-def _attributes(work: Work, outcome: str, endpoint: str | None) -> Mapping[str, str | int | float | bool]:
+def _attributes(prepared: Prepared, facts: Facts, outcome: str) -> Mapping[str, str | int | float | bool]:
     attributes: dict[str, str | int | float | bool] = {
-        "gen_ai.request.model": work.model,
-        "gen_ai.usage.input_tokens": work.demand.raw_tokens,
-        "picker.request_id": work.id,
-        "picker.policy_class": work.policy_class.label,
+        "gen_ai.request.model": prepared.model or "",
+        "gen_ai.usage.input_tokens": prepared.demand.raw_tokens,
+        "picker.request_id": facts.request_id,
+        "picker.policy_class": facts.policy_class,
         "picker.outcome": outcome,
-        "picker.cached_tokens": work.cached_tokens,
-        "picker.cost": work.cost,
-        "picker.estimated": not work.demand.prompt.lengths,
+        "picker.cached_tokens": facts.cached_tokens,
+        "picker.cost": facts.cost,
+        "picker.estimated": not prepared.demand.prompt.lengths,
     }
-    if endpoint is not None:
-        attributes["server.address"] = endpoint
+    if facts.endpoint is not None:
+        attributes["server.address"] = facts.endpoint
     return attributes

@@ -85,7 +85,7 @@ def test_the_time_to_the_first_token_is_compared_with_what_was_expected() -> Non
     fleet.now += 4.0
     exchanges.block_stored(0, 7)
     fleet.now += 1.0
-    exchange.response_headers(200, [], None)
+    exchange.prefilled(fleet.now)
     account = exchanges.accounts.of(fleet.engine("a"))
     assert (account.prompt_tokens, account.cached_tokens) == (3000, 0)
     assert (account.timed, account.predicted_ttft, account.observed_ttft) == (1, 3.0, 4.0)
@@ -98,7 +98,8 @@ def test_a_request_that_was_served_elsewhere_says_nothing_of_speed() -> None:
     released = fleet.released[-1]
     (other,) = [each for each in released.decision.candidates if each is not released.decision.chosen][:1]
     exchange = exchanges.begin(released, observes_response=True, last_block=None)
-    exchange.response_headers(200, [], other.endpoint.spec.authority)
+    exchange.served(other.endpoint.spec.authority)
+    exchange.prefilled(fleet.now + 1.0)
     assert [exchanges.accounts.of(fleet.engine(name)).timed for name in "ab"] == [0, 0]
 
 

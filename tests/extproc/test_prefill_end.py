@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from picker.extproc.exchange import Exchanges, RoutedExchange
+from picker.extproc.exchange import Exchanges
+from picker.extproc.following import Followed
 from picker.policy.model import PolicyClass
 from tests.queueing.fleet import Fleet
 
@@ -10,7 +11,7 @@ EVENT_STREAM = [("content-type", "text/event-stream; charset=utf-8")]
 JSON = [("content-type", "application/json")]
 
 
-class Followed:
+class OneRequest:
     """One request of 1,000 tokens on one engine, decided at 0 s."""
 
     def __init__(self, *, observes_response: bool = True, last_block: int | None = None) -> None:
@@ -23,9 +24,10 @@ class Followed:
             lambda: None,
         )
         self.fleet.submit("p", 1000)
-        self.exchange: RoutedExchange = self.exchanges.begin(
+        routed = self.exchanges.begin(
             self.fleet.released[0], observes_response=observes_response, last_block=last_block
         )
+        self.exchange = Followed(routed, lambda: self.fleet.now)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -39,7 +41,7 @@ class Followed:
 
 
 def test_a_stream_is_prefilled_at_its_first_event_not_at_its_headers() -> None:
-    followed = Followed()
+    followed = OneRequest()
     followed.exchange.response_headers(200, EVENT_STREAM, None)
     assert followed.load == (1, 1000)
     followed.exchange.response_chunk(b"")
@@ -50,20 +52,20 @@ def test_a_stream_is_prefilled_at_its_first_event_not_at_its_headers() -> None:
 
 
 def test_an_answer_in_one_piece_frees_the_prefill_and_times_nothing() -> None:
-    followed = Followed()
+    followed = OneRequest()
     followed.fleet.now = 9.0
     followed.exchange.response_headers(200, JSON, None)
     assert (followed.load, followed.timings) == ((1, 0), [])
 
 
 def test_an_error_frees_the_prefill_too() -> None:
-    followed = Followed()
+    followed = OneRequest()
     followed.exchange.response_headers(500, [], None)
     assert followed.load == (1, 0)
 
 
 def test_the_pods_own_event_tells_of_the_prefill_and_times_it() -> None:
-    followed = Followed(observes_response=False, last_block=77)
+    followed = OneRequest(observes_response=False, last_block=77)
     followed.fleet.now = 0.25
     followed.exchanges.block_stored(0, 76)
     assert followed.load == (1, 1000)
@@ -74,12 +76,12 @@ def test_the_pods_own_event_tells_of_the_prefill_and_times_it() -> None:
 
 
 def test_the_stream_ends_what_passes_through_it_and_the_log_what_does_not() -> None:
-    through, beside = Followed(), Followed(observes_response=False, last_block=77)
+    through, beside = OneRequest(), OneRequest(observes_response=False, last_block=77)
     for followed in (through, beside):
         followed.exchange.finished(True)
     assert (through.load, beside.load) == ((0, 0), (1, 1000))
     beside.exchanges.logged("nobody's")
-    beside.exchanges.logged(beside.exchange.released.work.id)
+    beside.exchanges.logged(beside.fleet.released[0].work.id)
     assert (beside.load, len(beside.exchanges)) == ((0, 0), 0)
     assert beside.exchanges.stats.unknown_access_log_entries == 1
     beside.exchanges.block_stored(0, 77)
@@ -87,7 +89,7 @@ def test_the_stream_ends_what_passes_through_it_and_the_log_what_does_not() -> N
 
 
 def test_what_the_gateway_never_got_is_over_at_once() -> None:
-    followed = Followed(observes_response=False)
+    followed = OneRequest(observes_response=False)
     followed.exchange.finished(False)
     followed.exchange.finished(True)
     assert followed.load == (0, 0)

@@ -41,7 +41,7 @@ SANS_IO = {"policy", "queueing", "selection", "requests"}
 SANS_IO_FILES = {
     "pool": {"endpoint", "pool", "ledger", "calibration", "metrics_text"},
     "kvcache": {"keys", "index", "engine_blocks", "events", "matching", "predicted", "accuracy"},
-    "extproc": {"conversation", "body", "messages"},
+    "extproc": {"conversation", "body", "messages", "handover", "following"},
     "telemetry": {"shares", "decisions", "sources", "catalogue"},
 }
 IO_MODULES = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from picker.policy import Policy
-from picker.queueing.work import Work
+from picker.extproc.handler import Facts
+from picker.extproc.handover import Prepared
+from picker.requests import Hints, Route
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Demand
 from picker.telemetry.tracing import Tracing
@@ -18,10 +19,10 @@ def spans_of(ratio: float, headers: list[tuple[str, str]]) -> tuple[dict[str, Re
     exporter = InMemorySpanExporter()
     tracing = Tracing(ratio, "1.0", exporter)
     request = tracing.begin(headers)
-    request.stage("parse", 0.25)
+    request.stages([("parse", 0.25), ("tokenize", 0.5)])
     demand = Demand(10, PromptKeys.of_tokens([range(10)]))
-    policy_class = Policy.default().profile("m").resolve(None, 10)
-    request.decided(Work("r1", 0.0, demand, policy_class, model="m"), "dispatched", "10.0.0.1:8000")
+    prepared = Prepared(Route.COMPLETIONS, Hints(), demand, 0.0, True, model="m")
+    request.decided(prepared, Facts("r1", "default", 0, 10, (), "10.0.0.1:8000"), "dispatched")
     request.end()
     tracing.close()
     return {span.name: span for span in exporter.get_finished_spans()}, dict(request.headers)
@@ -46,6 +47,7 @@ def test_stages_are_children_with_their_own_time() -> None:
     assert stage.start_time is not None
     assert stage.end_time is not None
     assert stage.end_time - stage.start_time == 250_000_000
+    assert spans["picker.tokenize"].start_time == stage.end_time, "one follows the other"
 
 
 def test_the_decision_is_on_the_span() -> None:

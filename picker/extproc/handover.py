@@ -1,0 +1,80 @@
+"""What passes between the side that reads requests and the side that decides about them.
+
+The reading side has streams, bodies and tokens. The deciding side has the queue, the index and the ledger. They meet
+in the plain values of this file and nowhere else, so that they can live in one process or in several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from picker.extproc.handler import Facts, Refused
+from picker.extproc.stages import Stages
+from picker.extproc.usage import Usage
+from picker.requests import Hints, Route
+from picker.selection.selector import Demand
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that has been read: all that deciding needs of it. Its body stays where it was read.
+
+    received_at: when its headers came, on the clock of both sides. observes_response: its response passes through
+    Picker. gateway_id: the id that the gateway gave it at ingress. stages: what reading it took.
+    """
+
+    route: Route
+    hints: Hints
+    demand: Demand
+    received_at: float
+    observes_response: bool
+    model: str | None = None
+    max_tokens: int | None = None
+    gateway_id: str | None = None
+    stages: Stages = ()
+
+
+class Progress(Protocol):
+    """Hears how a request goes on that was placed. Quick, and raises nothing."""
+
+    def served(self, authority: str) -> None:
+        """The endpoint that the gateway says it really used."""
+
+    def answered(self) -> None:
+        """The engine has read the prompt, at the latest now."""
+
+    def prefilled(self, at: float) -> None:
+        """The engine had read the prompt at that time, and not much earlier."""
+
+    def finished(self, delivered: bool, usage: Usage | None) -> None:
+        """The stream is over. Said exactly once. delivered: the gateway got the destination."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a request goes: the value of the destination header, or None in shadow mode.
+
+    progress: who wants to hear how it goes on; None where nothing is booked.
+    """
+
+    endpoint: str | None
+    progress: Progress | None = None
+    set_headers: tuple[tuple[str, str], ...] = ()
+    facts: Facts | None = None
+
+
+class Decider(Protocol):
+    async def decide(self, prepared: Prepared) -> Placed | Refused:
+        """Wait for the decision. Cancelling it means that the client has left."""
+
+
+class PoolShape(Protocol):
+    """What reading needs to know of the pool."""
+
+    def block_sizes(self) -> Iterable[int]:
+        """The sizes of the endpoints' KV blocks, in tokens."""
+
+    def serves_adapter(self, model: str) -> bool:
+        """Does any engine report this model as a LoRA adapter of its own?"""
