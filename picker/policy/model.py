@@ -97,6 +97,14 @@ class CostWeights:
     prefer_no_schedule_tokens: Weight = Field(
         default=8192.0, description="What one PreferNoSchedule taint that is not tolerated costs, in tokens."
     )
+    session_tokens: Weight = Field(
+        default=4096.0,
+        description="What leaving the endpoint of the request's session costs, in tokens (`sessions.affinity`).",
+    )
+    over_share: Weight = Field(
+        default=16.0,
+        description="What each token beyond a class's `endpoint_share_bound` costs that class there, in tokens.",
+    )
     temperature: Weight = Field(
         default=0.0, description="0 takes the cheapest; higher spreads the choice over near ones (softmax)."
     )
@@ -180,6 +188,12 @@ class ClassSettings:
     kv_usage_busy_threshold: Fraction | None = Field(
         default=None,
         description="An endpoint is busy for this class above this share (0 to 1) of its KV cache in use.",
+    )
+    endpoint_share_bound: Count | None = Field(
+        default=None,
+        description="Prefill tokens that the class may have booked on one endpoint beyond its share of what all"
+        " classes have booked there (by the quanta of those with requests there). Past it the endpoint costs the"
+        " class more (`selection.over_share`), so that a hot prefix spreads. Without it, no bound.",
     )
     request_queue_limit_per_worker: Count | None = Field(
         default=None,

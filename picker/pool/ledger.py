@@ -13,6 +13,15 @@ from picker.pool.endpoint import Endpoint, EngineReport
 from picker.pool.pool import PoolChange
 
 
+@dataclass(slots=True)
+class Held:
+    """What one holder (a policy class) has on one endpoint. `weight` is what it was last booked with."""
+
+    weight: int
+    prefill_tokens: int = 0
+    requests: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Load:
     """One endpoint's booked work. Never negative; it dies with its endpoint, whatever ends later."""
@@ -25,6 +34,8 @@ class Load:
     idle_reports: int = 0
     idle_since: float = 0.0
     bookings: set[Booking] = field(default_factory=set)
+    # The same work by who holds it; nobody without a request is in it.
+    held: dict[str, Held] = field(default_factory=dict)
     # Whose load this is, once the pool has told.
     owner: Endpoint | None = None
 
@@ -37,6 +48,8 @@ class Booking:
     load: Load
     prefill_tokens: int
     booked_at: float
+    holder: str
+    held: Held
     open: bool = True
 
 
@@ -66,8 +79,10 @@ class Ledger:
             load = self._by_slot[slot] = Load()
         return load
 
-    def book(self, endpoint: Endpoint, uncached_tokens: int, now: float) -> Booking:
-        """Charge one request of `uncached_tokens` to prefill to an endpoint.
+    def book(
+        self, endpoint: Endpoint, uncached_tokens: int, now: float, holder: str = "", weight: int = 1
+    ) -> Booking:
+        """Charge one request of `uncached_tokens` to prefill to an endpoint, on the account of its class there.
 
         On an endpoint that has left (a late move to it) it is nobody's load, even if the slot is another's by now.
         """
@@ -76,7 +91,13 @@ class Ledger:
             load = Load(owner=endpoint)
         load.prefill_tokens += uncached_tokens
         load.running += 1
-        booking = Booking(endpoint, load, uncached_tokens, now)
+        held = load.held.get(holder)
+        if held is None:
+            held = load.held[holder] = Held(weight)
+        held.weight = weight
+        held.prefill_tokens += uncached_tokens
+        held.requests += 1
+        booking = Booking(endpoint, load, uncached_tokens, now, holder, held)
         load.bookings.add(booking)
         self.stats.booked += 1
         self._changed(booking)
@@ -86,6 +107,7 @@ class Ledger:
         """The engine has read the prompt: only the running request is left. Safe to say twice."""
         if booking.prefill_tokens:
             booking.load.prefill_tokens -= booking.prefill_tokens
+            booking.held.prefill_tokens -= booking.prefill_tokens
             booking.prefill_tokens = 0
             self._changed(booking)
 
@@ -104,7 +126,7 @@ class Ledger:
         tokens = booking.prefill_tokens
         self.release(booking)
         self.stats.moved += 1
-        return self.book(endpoint, tokens, now)
+        return self.book(endpoint, tokens, now, booking.holder, booking.held.weight)
 
     def correct(self, endpoint: Endpoint, report: EngineReport) -> None:
         """Take an engine's own count in.
@@ -157,6 +179,11 @@ class Ledger:
         load.prefill_tokens -= booking.prefill_tokens
         load.running -= 1
         load.bookings.discard(booking)
+        held = booking.held
+        held.prefill_tokens -= booking.prefill_tokens
+        held.requests -= 1
+        if not held.requests:
+            load.held.pop(booking.holder, None)
         booking.prefill_tokens = 0
         booking.open = False
 

@@ -29,6 +29,7 @@ from picker.queueing.refusals import SHUTTING_DOWN, Refusal, no_endpoint, over_l
 from picker.queueing.request_queue import CacheLook, OrderContext, RequestQueue
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work, WorkState
 from picker.selection.constraints import Constraints
+from picker.selection.endpoint_share import Claim
 from picker.selection.selector import Selector
 
 _DEFAULT_WEIGHTS = CostWeights()
@@ -273,9 +274,24 @@ class AdmissionQueue:
         work.state = WorkState.RELEASED
         work.period = flow.period
         self._gone(work, flow)
-        weights = queue.policy_class.selection or _DEFAULT_WEIGHTS
-        decision = self.selector.choose(work.demand, eligible & ~queue.gate.full, weights, waiting=True)
-        booking = self._ledger.book(decision.endpoint, decision.chosen.uncached_tokens, now)
+        policy_class = queue.policy_class
+        weights = policy_class.selection or _DEFAULT_WEIGHTS
+        decision = self.selector.choose(
+            work.demand,
+            eligible & ~queue.gate.full,
+            weights,
+            waiting=True,
+            claim=_claim(policy_class, weights),
+        )
+        booking = self._ledger.book(
+            decision.endpoint,
+            decision.chosen.uncached_tokens,
+            now,
+            policy_class.label,
+            policy_class.quantum,
+        )
+        if work.demand.session is not None:
+            self.selector.sessions.sent(work.demand.session, decision.endpoint.spec.uid, now)
         self._blocked.given |= decision.endpoint.bit
         queue.stats.dispatched(work)
         queue.drain.add(work.cost, now)
@@ -397,6 +413,13 @@ class AdmissionQueue:
         matched = int(blocks)
         cold = chains[0][matched] if chains and matched < len(chains[0]) else None
         return CacheLook(blocks, cold)
+
+
+def _claim(policy_class: PolicyClass, weights: CostWeights) -> Claim | None:
+    bound = policy_class.endpoint_share_bound
+    if bound is None:
+        return None
+    return Claim(policy_class.label, policy_class.quantum, bound, weights.over_share)
 
 
 def _same_order(old: PolicyClass, new: PolicyClass) -> bool:

@@ -17,7 +17,9 @@ from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
 from picker.selection.constraints import Constraints, Ineligible
+from picker.selection.endpoint_share import Claim
 from picker.selection.prompt_keys import PrefixIndex, PromptKeys, cached_tokens
+from picker.selection.sessions import SessionKey, Sessions
 
 _DEFAULT_WEIGHTS = CostWeights()
 _COST = itemgetter(-1)
@@ -27,27 +29,35 @@ _COST = itemgetter(-1)
 class Demand:
     """What one request asks of an endpoint: `raw_tokens` to have in its KV cache, and where it may go.
 
-    preferred_taints: (taint key or `key=value`, signed weight); a positive weight attracts.
+    preferred_taints: (taint key or `key=value`, signed weight); a positive weight attracts. session: what to look
+    up the endpoint of its earlier requests by.
     """
 
     raw_tokens: int
     prompt: PromptKeys
     constraints: Constraints = Constraints()
     preferred_taints: tuple[tuple[str, float], ...] = ()
+    session: SessionKey | None = None
 
 
 # As in `Candidate`, but plain, as there are many of them and few are looked at.
-Terms = tuple[Endpoint, int, int, int, int, float]
+Terms = tuple[Endpoint, int, int, int, int, float, float, float]
 
 
 class Candidate(NamedTuple):
-    """One endpoint's terms in a decision; tokens, but for `running` (requests) and `cost` (weighted tokens)."""
+    """One endpoint's terms in a decision, in tokens, but for `running` (requests).
+
+    The last three are weighted tokens: what it costs on top because the class is over its share there, and because
+    the session was elsewhere, and the cost in all.
+    """
 
     endpoint: Endpoint
     cached_tokens: int
     uncached_tokens: int
     booked_prefill_tokens: int
     running: int
+    over_share: float
+    off_session: float
     cost: float
 
 
@@ -97,6 +107,7 @@ class Selector:
     index: PrefixIndex
     calibration: Calibration = field(default_factory=Calibration)
     random: Random = field(default_factory=Random)
+    sessions: Sessions = field(default_factory=Sessions)
     # Seconds on any clock, and who is told how many of them a choice took.
     timer: Callable[[], float] | None = None
     observe: Callable[[float], None] = lambda seconds: None
@@ -143,15 +154,27 @@ class Selector:
         fastest = max((rate for rate in rates if rate is not None), default=None)
         return None if fastest is None else tokens / fastest
 
-    def choose(self, demand: Demand, mask: int, weights: CostWeights, *, waiting: bool = False) -> Decision:
+    def choose(
+        self,
+        demand: Demand,
+        mask: int,
+        weights: CostWeights,
+        *,
+        waiting: bool = False,
+        claim: Claim | None = None,
+    ) -> Decision:
         """Decide among the endpoints of a mask that has at least one (ValueError otherwise).
 
         Cost = predicted prefill work before the first token + decode interference + taint preference, in tokens
         of prefill on a typical endpoint: an endpoint that is learned to be twice as fast pays half for the same
-        tokens. waiting: the request had to wait, so that what binds it is what binds the waiting.
+        tokens. waiting: the request had to wait, so that what binds it is what binds the waiting. claim: for a
+        class whose part of an endpoint is bounded.
         """
         started = self.timer() if self.timer is not None else 0.0
-        weighed = self._weigh(demand, mask, weights)
+        home = self._home(demand.session)
+        if home is not None and self.sessions.sticky and home.bit & mask:
+            mask = home.bit
+        weighed = self._weigh(demand, mask, weights, claim, home)
         if not weighed:
             raise ValueError("no endpoint in the mask")
         chosen = weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature))
@@ -160,7 +183,14 @@ class Selector:
             self.observe(self.timer() - started)
         return Decision(Candidate(*chosen), weighed, eligibility)
 
-    def _weigh(self, demand: Demand, mask: int, weights: CostWeights) -> list[Terms]:
+    def _home(self, session: SessionKey | None) -> Endpoint | None:
+        """The endpoint that served the session last, if it is still in the pool."""
+        uid = self.sessions.endpoint_of(session) if session is not None else None
+        return self.pool.get(uid) if uid is not None else None
+
+    def _weigh(
+        self, demand: Demand, mask: int, weights: CostWeights, claim: Claim | None, home: Endpoint | None
+    ) -> list[Terms]:
         """The terms of every endpoint of the mask. This is the innermost loop of all: plain locals."""
         raw = demand.raw_tokens
         cached = self.cached(demand, mask, weights)
@@ -168,6 +198,8 @@ class Selector:
         rates, typical = self.calibration.rates, self.calibration.typical
         uncached_weight, load_weight = weights.uncached, weights.prefill_load
         running_weight, kv_weight = weights.running_tokens, weights.kv_usage_tokens
+        # Who cannot take the request now draws it no more, and repels it from nobody.
+        away = weights.session_tokens if home is not None and home.bit & mask else 0.0
         weighed: list[Terms] = []
         for endpoint in self.pool.in_mask(mask):
             slot = endpoint.slot
@@ -183,7 +215,9 @@ class Selector:
                 cost += kv_weight * endpoint.report.kv_usage
             if endpoint.spec.taints:
                 cost = _with_taints(cost, endpoint, demand, weights)
-            weighed.append((endpoint, found, raw - found, booked, running, cost))
+            over = claim.surcharge(load, raw - found) if claim is not None else 0.0
+            off = away if endpoint is not home else 0.0
+            weighed.append((endpoint, found, raw - found, booked, running, over, off, cost + over + off))
         return weighed
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:

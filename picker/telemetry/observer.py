@@ -173,9 +173,13 @@ class Telemetry:
 
 def _candidate(weighed: Weighed) -> Candidate:
     spec = weighed.endpoint.spec
-    terms = {
+    terms: dict[str, float] = {
         "uncached_tokens": weighed.uncached_tokens,
         "booked_prefill_tokens": weighed.booked_prefill_tokens,
         "running_requests": weighed.running,
     }
+    if weighed.over_share:
+        terms["over_share"] = weighed.over_share
+    if weighed.off_session:
+        terms["off_session"] = weighed.off_session
     return Candidate(spec.authority, spec.name, weighed.cost, weighed.cached_tokens, terms)

@@ -46,6 +46,16 @@ def test_a_request_counts_twice_until_its_prefill_is_done_and_once_until_its_end
     assert books.changed == ["a"] * 3
 
 
+def test_a_holder_weighs_what_it_was_last_booked_with_and_keeps_it_where_its_request_moves() -> None:
+    books = Books("a", "b")
+    books.ledger.book(books.engine("a"), 500, 0.0, "chat", 4)
+    booking = books.ledger.book(books.engine("a"), 300, 0.0, "chat", 8)
+    books.ledger.move(booking, books.engine("b"), 1.0)
+    first, second = (books.ledger.load(books.engine(name).slot).held["chat"] for name in "ab")
+    assert (first.prefill_tokens, first.requests, first.weight) == (500, 1, 8)
+    assert (second.prefill_tokens, second.requests, second.weight) == (300, 1, 8)
+
+
 def test_everything_may_be_said_twice() -> None:
     books = Books("a")
     booking = books.ledger.book(books.engine("a"), 500, 0.0)
@@ -175,7 +185,8 @@ def test_loads_are_the_sums_of_open_bookings_whatever_happens(steps: list[tuple[
         members = list(books.pool)
         match what:
             case "book" if members:
-                bookings.append(books.ledger.book(members[number % len(members)], tokens, float(now)))
+                endpoint, holder = members[number % len(members)], "xyz"[tokens % 3]
+                bookings.append(books.ledger.book(endpoint, tokens, float(now), holder, 1 + number))
             case "prefill" if booking:
                 books.ledger.prefill_done(booking)
             case "release" if booking:
@@ -193,3 +204,10 @@ def test_loads_are_the_sums_of_open_bookings_whatever_happens(steps: list[tuple[
             load = books.ledger.load(endpoint.slot)
             assert load.running == len(mine)
             assert load.prefill_tokens == sum(each.prefill_tokens for each in mine)
+            assert {holder: (held.prefill_tokens, held.requests) for holder, held in load.held.items()} == {
+                holder: (
+                    sum(each.prefill_tokens for each in mine if each.holder == holder),
+                    sum(1 for each in mine if each.holder == holder),
+                )
+                for holder in {each.holder for each in mine}
+            }

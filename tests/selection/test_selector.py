@@ -205,7 +205,7 @@ class TestDecision:
         endpoint = bench.pool.get("e0")
         assert endpoint is not None
         decision = bench.choose(demand(1000), running_tokens=10.0)
-        assert decision.chosen == Candidate(endpoint, 80, 920, 300, 1, 920 + 300 + 10)
+        assert decision.chosen == Candidate(endpoint, 80, 920, 300, 1, 0.0, 0.0, 920 + 300 + 10)
 
     def test_a_decision_keeps_the_terms_of_its_moment(self) -> None:
         bench = Bench(2)
