@@ -52,12 +52,14 @@ class CheckingClient:
         tokens: int = 40,
         headers: dict[str, str] | None = None,
         timeout: float = 60.0,
+        padding: int | None = None,
     ) -> Answer:
+        """`tokens`: of the prompt. `padding`: further bytes of the body; by default it differs a little each time."""
         serial = next(_serial)
         wanted: dict[str, Any] = {"model": "tiny", "events": events, "pause": pause, "stream": True}
         # Token ids that no other request has, so that nothing is cached.
         wanted["prompt"] = [serial % 900 + 1] * tokens
-        wanted["user"] = f"client {serial} " + "x" * (serial * 977 % 5000)
+        wanted["user"] = f"client {serial} " + "x" * (serial * 977 % 5000 if padding is None else padding)
         answer = await self._post(json.dumps(wanted).encode(), events, headers or {}, timeout)
         self.answers.append(answer)
         return answer

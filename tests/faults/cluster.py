@@ -83,9 +83,15 @@ async def cluster(
         yield FaultCluster(running, picker, envoy, client, pool)
 
 
-def write_pool(path: Path, engines: Sequence[CheckedEngine], **extras: Any) -> None:
-    """Put a new pool file in place in one step. `extras` go to every entry."""
-    entries = [{"name": f"pod-{e.address}", "address": e.address, **extras} for e in engines]
+def write_pool(
+    path: Path, engines: Sequence[CheckedEngine], *, each: Sequence[dict[str, Any]] = (), **extras: Any
+) -> None:
+    """Put a new pool file in place in one step. `extras` go to every entry, `each` has one for each."""
+    own = each or [{} for _ in engines]
+    entries = [
+        {"name": f"pod-{engine.address}", "address": engine.address, **extras, **more}
+        for engine, more in zip(engines, own, strict=True)
+    ]
     new = path.with_suffix(".new")
     new.write_text(json.dumps({"endpoints": entries}))
     new.replace(path)

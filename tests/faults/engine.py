@@ -33,6 +33,10 @@ class CheckedEngine:
     _open: list[web.Request] = field(default_factory=list)
     _runner: web.AppRunner | None = None
 
+    @property
+    def is_down(self) -> bool:
+        return self._runner is None
+
     async def start(self) -> None:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.add_routes([web.get("/metrics", self._metrics), web.route("*", "/{path:.*}", self._answer)])
@@ -73,6 +77,11 @@ class CheckedEngine:
         self.running += 1
         try:
             return await self._stream(request)
+        except ConnectionError:
+            # The gateway has left, or this engine has just died; nothing more may come.
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
         finally:
             self.running -= 1
             self._open.remove(request)

@@ -106,6 +106,20 @@ class PickerChild:
                 sums[sample.name] += sample.value
         return sums
 
+    async def by_class(self, name: str) -> dict[str, float]:
+        """A metric's value for each policy class."""
+        return await self._by_label(name, "policy_class")
+
+    async def by_endpoint(self, name: str) -> dict[str, float]:
+        """A metric's value for each endpoint's address."""
+        return await self._by_label(name, "address")
+
+    async def _by_label(self, name: str, label: str) -> dict[str, float]:
+        async with self._session.get(f"http://127.0.0.1:{self.admin_port}/metrics") as response:
+            families = text_string_to_metric_families(await response.text())
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        return {sample.labels[label]: sample.value for sample in samples}
+
     async def series(self) -> int:
         """How many samples /metrics has."""
         async with self._session.get(f"http://127.0.0.1:{self.admin_port}/metrics") as response:

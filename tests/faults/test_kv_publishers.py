@@ -42,6 +42,17 @@ class Publisher:
             self.socket.close(linger=0)
             self.socket = None
 
+    async def reopen(self) -> None:
+        """As after a restart; the system takes a moment to give the port back."""
+        self.close()
+        async with asyncio.timeout(10):
+            while self.socket is None:
+                try:
+                    self.open()
+                except zmq.ZMQError:
+                    self.close()
+                    await asyncio.sleep(0.02)
+
     async def frames(self, *frames: bytes) -> None:
         assert self.socket is not None
         await self.socket.send_multipart(list(frames))
@@ -94,7 +105,7 @@ async def test_one_dies_and_restarts(tmp_path: Path) -> None:
             await publisher.store(number + 100, blocks=20)
             publisher.close()
             assert ends(await many(faulty, 10)) == {End.WHOLE: 10}
-            publisher.open()
+            await publisher.reopen()
             await known(faulty, publisher)
             assert ends(await many(faulty, 10)) == {End.WHOLE: 10}
         metrics = await faulty.picker.idle()
