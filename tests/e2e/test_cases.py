@@ -23,8 +23,12 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.google.protobuf import Any as PackedMessage
 
 from picker.extproc.handler import Arrival, Routed
+from picker.requests import InferenceRequest
 from picker.simulation.mock_engine import MockEngineSettings
 from picker.telemetry.logs import FIELDS
+from picker.tokens import TokenCount, Tokenizers
+from picker.tokens.model import ModelTokenizer
+from picker.tokens.template import TemplateFailed
 from tests.e2e.stack import MODEL, Stack, running_stack
 
 pytestmark = pytest.mark.e2e
@@ -125,18 +129,46 @@ class TestBodies:
                 assert json.loads(await response.read())["error"]["type"] == "invalid_request_error"
         assert served(stack).count(0) >= 2
 
-    async def test_c18_what_cannot_be_tokenized_is_still_routed(self, stack: Stack) -> None:
-        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-        content = [{"type": "text", "text": "what is this?"}, picture]
+
+class TestTokensThatCannotBeHad:
+    @pytest.mark.parametrize("reason", ["multimodal", "no_tokenizer", "template_error", "tokenizer_error"])
+    async def test_c18_the_request_is_routed_by_its_size(
+        self, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A picture; no files for the model; a template that raises; and (C12 a) a tokenizer that does."""
+        content: Any = "what is this? " * 20
+        settings: dict[str, Any] = {}
+        match reason:
+            case "multimodal":
+                picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+                content = [{"type": "text", "text": content}, picture]
+            case "no_tokenizer":
+                settings = {"tokens": {"models": {MODEL: tmp_path / "missing"}}}
+            case "template_error":
+                monkeypatch.setattr(
+                    ModelTokenizer, "encode_prompt", raising(TemplateFailed("no such filter"))
+                )
+            case "tokenizer_error":
+                monkeypatch.setattr(ModelTokenizer, "encode_prompt", raising(ValueError("poisoned")))
         body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
-        async with stack.session.post(f"{stack.url}/v1/chat/completions", json=body) as response:
-            await response.read()
-        await stack.settled()
-        assert sum(served(stack)) == 1
-        assert sum(stack.app.tokenizers.stats.estimated.values()) == 1
-        decision = next(iter(stack.app.telemetry.decisions))
-        assert decision.estimated
-        assert decision.uncached_tokens > 1
+        async with running_stack(tmp_path, [FAST], settings=settings) as stack:
+            async with stack.session.post(f"{stack.url}/v1/chat/completions", json=body) as response:
+                await response.read()
+            await stack.settled()
+            (arrived,) = stack.engines[0].served
+            assert arrived.headers.getall("x-gateway-destination-endpoint") == [authority(stack, 0)]
+            estimated = stack.app.tokenizers.stats.estimated
+            assert {str(name): number for name, number in estimated.items() if number} == {reason: 1}
+            decision = next(iter(stack.app.telemetry.decisions))
+            assert decision.estimated
+            assert decision.uncached_tokens > 20
+
+
+def raising(error: Exception) -> Any:
+    def raise_it(*_: Any, **__: Any) -> None:
+        raise error
+
+    return raise_it
 
 
 class TestSpoofing:
@@ -183,6 +215,37 @@ class TestSubset:
         assert answer["headers"]["x-picker-dropped-reason"] == "no_endpoint"
         assert served(stack) == [0, 0, 0]
 
+    async def test_c04_a_request_without_a_body_heeds_it_too(self, stack: Stack) -> None:
+        for hint, status in ((authority(stack, 2), 200), ("10.9.9.9:1", 503)):
+            async with stack.session.get(f"{stack.url}/v1/models", headers={SUBSET: hint}) as response:
+                assert response.status == status
+        assert stack.app.extproc.stats.routed == 1
+
+    async def test_c15_the_one_it_names_is_waited_for(self, tmp_path: Path) -> None:
+        """B is full and A is idle: who may only have B goes to B, later."""
+        slow = MockEngineSettings(prefill_rate=1e6, iteration_time=0.05)
+        options: dict[str, Any] = {"policy": ONE_AT_A_TIME, "filters_before": [subset_from_header()]}
+        async with running_stack(tmp_path, [FAST, slow], **options) as stack:
+            only_b = {SUBSET: authority(stack, 1)}
+            first = asyncio.create_task(stack.complete([3] * 20, max_tokens=20, headers=only_b))
+            async with asyncio.timeout(5):
+                while not served(stack)[1]:
+                    await asyncio.sleep(0.005)
+            second = asyncio.create_task(stack.complete([4] * 20, headers=only_b))
+            await waiting(stack, 1)
+            assert (await stack.complete([5] * 20))["status"] == 200
+            assert (await first)["status"] == (await second)["status"] == 200
+            assert served(stack) == [1, 2]
+
+    async def test_c15_one_that_it_names_and_that_is_tainted_is_not_taken(self, tmp_path: Path) -> None:
+        tainted = [{"taints": ["gpu=old:NoSchedule"]}]
+        async with running_stack(
+            tmp_path, [FAST, FAST], endpoint_extras=tainted, filters_before=[subset_from_header()]
+        ) as stack:
+            answer = await stack.complete("hello", headers={SUBSET: authority(stack, 0)})
+            assert (answer["status"], answer["error"]["code"]) == (503, "no_endpoint")
+            assert served(stack) == [0, 0]
+
 
 class TestQueueOutcomes:
     async def test_c13_a_held_request_is_served_when_there_is_room(self, narrow: Stack) -> None:
@@ -192,11 +255,39 @@ class TestQueueOutcomes:
         assert (await first)["status"] == 200
         await narrow.settled()
 
+    async def test_c09_what_was_held_is_passed_on_byte_for_byte(self, narrow: Stack) -> None:
+        await occupy(narrow, 10)
+        body = (
+            b'{"model":"tiny", "prompt" : "\\u00e9", "n":1.0,"max_tokens":1, "user":"'
+            + b"x" * 200_000
+            + b'"}\n'
+        )
+        async with narrow.session.post(f"{narrow.url}/v1/completions", data=body) as response:
+            assert response.status == 200
+            await response.read()
+        assert narrow.engines[0].served[1].body_sha256 == hashlib.sha256(body).hexdigest()
+        assert narrow.app.queue.flows()[0].queue.stats.dispatched_requests == 2
+
     async def test_c22_a_wait_past_its_limit_is_429_with_retry_after(self, narrow: Stack) -> None:
         await occupy(narrow)
         answer = await narrow.complete("late", headers={CLASS: "short"})
         assert (answer["status"], answer["error"]["code"]) == (429, "deadline")
         assert float(answer["headers"]["retry-after"]) >= 1
+
+    async def test_c22_the_same_where_the_limit_passes_before_the_queue(
+        self, narrow: Stack, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its tokens take longer to count than it may wait."""
+        await occupy(narrow)
+        tokenize = Tokenizers.tokenize
+
+        async def slowly(tokenizers: Tokenizers, request: InferenceRequest) -> TokenCount:
+            await asyncio.sleep(0.4)
+            return await tokenize(tokenizers, request)
+
+        monkeypatch.setattr(Tokenizers, "tokenize", slowly)
+        answer = await narrow.complete("late", headers={CLASS: "short"})
+        assert (answer["status"], answer["error"]["code"]) == (429, "deadline")
 
     async def test_c22_a_full_queue_is_429(self, narrow: Stack) -> None:
         await occupy(narrow)

@@ -387,6 +387,21 @@ class TestFlapping:
         fleet.finish(by_work[r2])
         assert load.running == 0
 
+    def test_what_runs_for_long_without_a_word_stays_booked(self) -> None:
+        """C28: no byte for ten minutes, while the engine says that it runs; it keeps its place until its end."""
+        fleet = Fleet([one_at_a_time()], ["pod-0"])
+        fleet.submit("only")
+        second = fleet.submit("only")
+        pod = fleet.engine("pod-0")
+        for _ in range(600):
+            fleet.now += 1.0
+            fleet.ledger.correct(pod, EngineReport(at=fleet.now, running=1, waiting=0))
+            fleet.poll()
+        assert fleet.ledger.load(pod.slot).running == 1
+        assert len(fleet.queue) == 1
+        fleet.finish(fleet.released[0])
+        assert second.state is WorkState.RELEASED
+
     def test_a_replaced_endpoint_starts_clean(self) -> None:
         fleet = Fleet([one_at_a_time(max_running_per_worker=9)], ["pod-0"])
         fleet.submit("only")
