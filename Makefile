@@ -18,7 +18,7 @@ help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 test: $(READY)  ## run the tests (under five minutes)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 demo: $(READY)  ## four engines, Picker and a real Envoy on this machine, with a live view
 	$(BIN)/picker demo $(ARGS)
