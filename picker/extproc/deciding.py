@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import inf
 from uuid import uuid4
@@ -12,10 +14,10 @@ from picker.extproc.access_log import REQUEST_ID_HEADER
 from picker.extproc.dispatcher import Dispatcher
 from picker.extproc.exchange import Exchanges
 from picker.extproc.handler import Facts, Refused
-from picker.extproc.handover import Placed, Prepared
+from picker.extproc.handover import Answer, Placed, Prepared, never_taken
 from picker.extproc.stages import StageClock, Stages
 from picker.policy.model import CostWeights, PolicyClass
-from picker.queueing.work import Dropped, DropReason, Released, Work
+from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work
 from picker.requests import Hints, Route
 from picker.selection.constraints import Constraints
 from picker.selection.prompt_keys import PromptKeys
@@ -74,22 +76,56 @@ class Deciding:
     _serial: count[int] = field(default_factory=count)
 
     async def decide(self, prepared: Prepared) -> Placed | Refused:
+        future: asyncio.Future[Placed | Refused] = asyncio.get_running_loop().create_future()
+
+        def tell(answer: Answer) -> None:
+            if future.done():
+                never_taken(answer)
+            elif isinstance(answer, BaseException):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        leave = self.begin(prepared, tell)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            leave()
+            if not future.cancelled():
+                never_taken(future.exception() or future.result())
+            raise
+
+    def begin(self, prepared: Prepared, tell: Callable[[Answer], None]) -> Callable[[], None]:
+        """Decide, now or when its turn comes; `tell` hears of it once. Returned is how to leave before that."""
         self._observe(prepared.stages)
         if prepared.route is Route.OTHER:
-            return self._pass_through(prepared)
+            tell(self._pass_through(prepared))
+            return _nothing
         stage = StageClock()
         work = self._work(prepared)
         stage.done("lookup")
-        outcome = await self.dispatcher.admit(work)
+
+        def conclude(outcome: Outcome) -> None:
+            try:
+                answer: Answer = self._conclude(prepared, stage, outcome)
+            except Exception as error:
+                answer = error
+            tell(answer)
+
+        self.dispatcher.submit(work, conclude)
+        return partial(self.dispatcher.cancel, work)
+
+    def _conclude(self, prepared: Prepared, stage: StageClock, outcome: Outcome) -> Placed | Refused:
         stage.done("queue")
         if isinstance(outcome, Dropped):
             self._observe(stage.taken)
-            return _refuse(outcome, _facts(work, stage.taken))
+            return _refuse(outcome, _facts(outcome.work, stage.taken))
         placed = self._send(prepared, outcome)
         stage.done("reply")
         self._observe(stage.taken)
         self.on_cost(sum(s for name, s in (*prepared.stages, *stage.taken) if name != "queue"))
-        return replace(placed, facts=_facts(work, stage.taken, outcome.decision.endpoint.spec.authority))
+        authority = outcome.decision.endpoint.spec.authority
+        return replace(placed, facts=_facts(outcome.work, stage.taken, authority))
 
     def _observe(self, stages: Stages) -> None:
         for name, seconds in stages:
@@ -170,6 +206,10 @@ class Deciding:
     def _new_id(self) -> str:
         """Unique in this process and, by its random prefix, among all pickers."""
         return f"{self._prefix}-{next(self._serial)}"
+
+
+def _nothing() -> None:
+    """How to leave when the answer has been given."""
 
 
 def _with_class(constraints: Constraints, policy_class: PolicyClass) -> Constraints:

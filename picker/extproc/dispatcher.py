@@ -1,4 +1,4 @@
-"""Drives the admission queue on the event loop: one future for each waiting request, one timer for all."""
+"""Drives the admission queue on the event loop: tells each request of its outcome, and has one timer for all."""
 
 from __future__ import annotations
 
@@ -19,26 +19,22 @@ class Dispatcher:
         self.queue = queue
         self._clock = clock
         self._on_outcome = on_outcome
-        self._waiting: dict[Work, asyncio.Future[Outcome]] = {}
+        self._waiting: dict[Work, Callable[[Outcome], None]] = {}
         self._poll_soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def admit(self, work: Work) -> Outcome:
-        """Wait until the request is released or dropped. Cancelling the wait takes it out without a charge."""
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._waiting[work] = future
-        try:
-            self.deliver(self.queue.submit(work, self._clock()))
-            return await future
-        except asyncio.CancelledError:
-            if not self.queue.cancel(work) and future.done() and not future.cancelled():
-                outcome = future.result()
-                if isinstance(outcome, Released):
-                    self.queue.withdraw(outcome)
+    def submit(self, work: Work, tell: Callable[[Outcome], None]) -> None:
+        """Have the request wait for its turn, if only for the length of this call. `tell` hears of its outcome, once,
+        and must not raise.
+        """
+        self._waiting[work] = tell
+        self.deliver(self.queue.submit(work, self._clock()))
+
+    def cancel(self, work: Work) -> None:
+        """The client left: who still waits is taken out without a charge, and hears of nothing more."""
+        if self._waiting.pop(work, None) is not None:
+            self.queue.cancel(work)
             self.kick()
-            raise
-        finally:
-            self._waiting.pop(work, None)
 
     def kick(self) -> None:
         """Something may have freed capacity: poll once this tick's other work is done."""
@@ -49,9 +45,9 @@ class Dispatcher:
         """Tell everybody concerned what became of their requests."""
         for outcome in outcomes:
             self._on_outcome(outcome)
-            future = self._waiting.pop(outcome.work, None)
-            if future is not None and not future.done():
-                future.set_result(outcome)
+            tell = self._waiting.pop(outcome.work, None)
+            if tell is not None:
+                tell(outcome)
             elif isinstance(outcome, Released):
                 self.queue.withdraw(outcome)
                 self.kick()

@@ -65,6 +65,16 @@ class Placed:
     facts: Facts | None = None
 
 
+# An exception stands for a fault of the deciding side's own.
+Answer = Placed | Refused | BaseException
+
+
+def never_taken(answer: Answer) -> None:
+    """Who asked has left before this answer: free what it holds."""
+    if isinstance(answer, Placed) and answer.progress is not None:
+        answer.progress.finished(False, None)
+
+
 class Decider(Protocol):
     async def decide(self, prepared: Prepared) -> Placed | Refused:
         """Wait for the decision. Cancelling it means that the client has left."""
