@@ -16,6 +16,7 @@ from picker.requests import (
     Hints,
     HintTrust,
     InferenceRequest,
+    OverLimit,
     Route,
     parse_hints,
     parse_request,
@@ -114,5 +115,6 @@ def _prompt_keys(request: InferenceRequest, tokens: TokenCount, adapter: str | N
 
 def _refuse(error: BadRequest) -> Refused:
     reasons = {413: "body_too_large", 415: "unsupported_coding"}
-    reason = reasons.get(error.status, "bad_request")
+    default = error.limit if isinstance(error, OverLimit) else "bad_request"
+    reason = reasons.get(error.status, default)
     return Refused(error.status, reason, error.message, param=error.param, code=error.code)

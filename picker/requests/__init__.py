@@ -1,6 +1,6 @@
 """Requests: bodies of the inference APIs and routing hints, read into typed values. Nothing here writes a body."""
 
-from picker.requests.errors import BadRequest
+from picker.requests.errors import BadRequest, OverLimit
 from picker.requests.hints import Hints, HintTrust, Trust, is_control_header, parse_hints
 from picker.requests.limits import BodyLimits
 from picker.requests.parsing import parse_request
@@ -16,6 +16,7 @@ __all__ = [
     "HintTrust",
     "Hints",
     "InferenceRequest",
+    "OverLimit",
     "Prompt",
     "Route",
     "TextPrompts",

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import UNSET, Struct
 
-from picker.requests.errors import BadRequest, excerpt
+from picker.requests.errors import BadRequest, OverLimit, excerpt
 from picker.requests.limits import BodyLimits
 from picker.requests.prompts import ChatPrompt, Truncation
 
@@ -64,7 +64,9 @@ def messages_of(value: Any, param: str, limits: BodyLimits) -> tuple[Mapping[str
     if not value:
         raise BadRequest(f"{param} must not be empty", param=param)
     if len(value) > limits.max_messages:
-        raise BadRequest(f"{param} holds more than {limits.max_messages} messages", param=param)
+        raise OverLimit(
+            f"{param} holds more than {limits.max_messages} messages", "max_messages", param=param
+        )
     for index, message in enumerate(value):
         where = f"{param}[{index}]"
         if not isinstance(message, dict):
@@ -107,7 +109,7 @@ def tool_list(value: Any, limits: BodyLimits) -> Sequence[Mapping[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadRequest("tools must be a list of objects", param="tools")
     if len(value) > limits.max_tools:
-        raise BadRequest(f"tools holds more than {limits.max_tools} tools", param="tools")
+        raise OverLimit(f"tools holds more than {limits.max_tools} tools", "max_tools", param="tools")
     return value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import zstandard
 
-from picker.requests.errors import BadRequest
+from picker.requests.errors import BadRequest, OverLimit
 
 _PIECE = 64 * 1024
 _MAX_CODINGS = 3
@@ -43,8 +43,11 @@ def _collect(pieces: Iterator[bytes], coding: str, limit: int) -> bytes:
     try:
         for piece in pieces:
             if len(decoded) + len(piece) > limit:
-                raise BadRequest(
-                    f"the decoded body is larger than {limit} bytes", code="body_too_large", status=413
+                raise OverLimit(
+                    f"the decoded body is larger than {limit} bytes",
+                    "max_expanded_bytes",
+                    code="body_too_large",
+                    status=413,
                 )
             decoded += piece
     except (ValueError, zlib.error, zstandard.ZstdError):

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from picker.requests.chat import truncation_of
-from picker.requests.errors import BadRequest
+from picker.requests.errors import BadRequest, OverLimit
 from picker.requests.limits import BodyLimits
 from picker.requests.prompts import Prompt, TextPrompts, TokenPrompts, Truncation
 
@@ -80,7 +80,7 @@ def prompts_of(
     if isinstance(first, int):
         return TokenPrompts(_token_prompts([value], param, limits), truncation)
     if len(value) > limits.max_prompts:
-        raise BadRequest(f"{param} holds more than {limits.max_prompts} prompts", param=param)
+        raise OverLimit(f"{param} holds more than {limits.max_prompts} prompts", "max_prompts", param=param)
     if isinstance(first, list):
         return TokenPrompts(_token_prompts(value, param, limits), truncation)
     if not all(isinstance(item, str) for item in value):
@@ -94,7 +94,9 @@ def _token_prompts(prompts: list[Any], param: str, limits: BodyLimits) -> tuple[
     if not all(prompts):
         raise BadRequest(f"{param} holds an empty list of token ids", param=param)
     if sum(map(len, prompts)) > limits.max_prompt_tokens:
-        raise BadRequest(f"{param} holds more than {limits.max_prompt_tokens} token ids", param=param)
+        raise OverLimit(
+            f"{param} holds more than {limits.max_prompt_tokens} token ids", "max_prompt_tokens", param=param
+        )
     try:
         return tuple(array("I", ids) for ids in prompts)
     except (TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""The one error of this room: a request that a client must correct."""
+"""The errors of this room: a request that a client must correct."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ class BadRequest(Exception):
         self.message = message
         self.param = param
         self.code = code
+
+
+class OverLimit(BadRequest):
+    """A request that passes a bound of `BodyLimits`; `limit` is the bound's name."""
+
+    def __init__(
+        self,
+        message: str,
+        limit: str,
+        *,
+        param: str | None = None,
+        code: str = "over_limit",
+        status: int = 400,
+    ):
+        super().__init__(message, param=param, code=code, status=status)
+        self.limit = limit
 
 
 def excerpt(value: object, limit: int = 64) -> str:

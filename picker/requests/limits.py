@@ -18,6 +18,8 @@ class BodyLimits(BaseModel):
     """Bytes of a compressed body after decoding."""
     max_json_depth: PositiveInt = 128
     """Nesting of arrays and objects."""
+    max_json_values: PositiveInt = 250_000
+    """Arrays, objects and strings in a body, keys among them: what reading it costs in memory and time."""
     max_model_length: PositiveInt = 256
     """Characters of the model name."""
     max_prompts: PositiveInt = 2048

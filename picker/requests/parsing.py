@@ -11,7 +11,7 @@ import msgspec
 from picker.requests.chat import ChatBody, chat_prompt, messages_of
 from picker.requests.codings import decode_content
 from picker.requests.completions import CompletionBody, EmbeddingBody, completion_prompt, prompts_of
-from picker.requests.errors import BadRequest
+from picker.requests.errors import BadRequest, OverLimit
 from picker.requests.json_body import decode_json
 from picker.requests.limits import BodyLimits
 from picker.requests.messages import MessagesBody, messages_prompt
@@ -30,8 +30,11 @@ def parse_request(
     Raises BadRequest (400, 413 or 415) for an inference request that no engine could serve.
     """
     if len(body) > limits.max_body_bytes:
-        raise BadRequest(
-            f"the body is larger than {limits.max_body_bytes} bytes", code="body_too_large", status=413
+        raise OverLimit(
+            f"the body is larger than {limits.max_body_bytes} bytes",
+            "max_body_bytes",
+            code="body_too_large",
+            status=413,
         )
     route = route_of(method, path)
     reader = _READERS.get(route)
@@ -42,7 +45,7 @@ def parse_request(
         body = decode_content(body, content_encoding, limits.max_expanded_bytes)
     if not body:
         raise BadRequest("the request needs a JSON body", code="missing_body")
-    fields = decode_json(body, reader.decoder, limits.max_json_depth)
+    fields = decode_json(body, reader.decoder, limits)
     return InferenceRequest(
         route,
         model=_model(fields.model, limits),
@@ -82,18 +85,20 @@ def _model(value: Any, limits: BodyLimits) -> str | None:
     if not isinstance(value, str):
         raise BadRequest("model must be a string", param="model")
     if len(value) > limits.max_model_length:
-        raise BadRequest(f"model is longer than {limits.max_model_length} characters", param="model")
+        raise OverLimit(
+            f"model is longer than {limits.max_model_length} characters", "max_model_length", param="model"
+        )
     return value
 
 
 def _cache_salt(value: Any, limits: BodyLimits) -> str | None:
     if value is None:
         return None
-    if not isinstance(value, str) or not value or len(value) > limits.max_cache_salt_length:
-        raise BadRequest(
-            f"cache_salt must be a string of 1 to {limits.max_cache_salt_length} characters",
-            param="cache_salt",
-        )
+    wanted = f"cache_salt must be a string of 1 to {limits.max_cache_salt_length} characters"
+    if not isinstance(value, str) or not value:
+        raise BadRequest(wanted, param="cache_salt")
+    if len(value) > limits.max_cache_salt_length:
+        raise OverLimit(wanted, "max_cache_salt_length", param="cache_salt")
     return value
 
 

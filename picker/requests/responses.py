@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import UNSET, Struct
 
 from picker.requests.chat import function_tool, messages_of, template_kwargs, tool_list
-from picker.requests.errors import BadRequest, excerpt
+from picker.requests.errors import BadRequest, OverLimit, excerpt
 from picker.requests.limits import BodyLimits
 from picker.requests.prompts import ChatPrompt
 
@@ -40,7 +40,9 @@ def responses_prompt(body: ResponsesBody, limits: BodyLimits) -> ChatPrompt | No
         if not body.input:
             raise BadRequest("input must not be empty", param="input")
         if len(body.input) > limits.max_messages:
-            raise BadRequest(f"input holds more than {limits.max_messages} items", param="input")
+            raise OverLimit(
+                f"input holds more than {limits.max_messages} items", "max_messages", param="input"
+            )
         for index, item in enumerate(body.input):
             _add_item(messages, item, f"input[{index}]")
     else:

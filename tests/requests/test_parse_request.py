@@ -15,6 +15,7 @@ from picker.requests import (
     BodyLimits,
     ChatPrompt,
     InferenceRequest,
+    OverLimit,
     Route,
     TextPrompts,
     TokenPrompts,
@@ -247,6 +248,34 @@ def test_sizes_are_limited() -> None:
         error = refusal(path, body, small)
         assert (error.status, error.param) == (400, param)
     assert refusal(COMPLETIONS, {"prompt": [[[[]]]]}, small).code == "json_too_deep"
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+OVER = [
+    ("max_body_bytes", 30, COMPLETIONS, {"prompt": "a" * 30}),
+    ("max_json_depth", 3, COMPLETIONS, {"prompt": "a", "x": [[[1]]]}),
+    ("max_json_values", 5, CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+    ("max_json_values", 3, COMPLETIONS, {"prompt": ["", "", ""]}),
+    ("max_model_length", 3, COMPLETIONS, {"prompt": "a", "model": "abcd"}),
+    ("max_prompts", 2, COMPLETIONS, {"prompt": ["a"] * 3}),
+    ("max_prompt_tokens", 3, COMPLETIONS, {"prompt": [[1, 2], [3, 4]]}),
+    ("max_messages", 1, CHAT, {"messages": [{"role": "user"}] * 2}),
+    ("max_tools", 1, CHAT, {"messages": [{"role": "user"}], "tools": [TOOL] * 2}),
+    ("max_cache_salt_length", 3, COMPLETIONS, {"prompt": "a", "cache_salt": "abcd"}),
+]
+
+
+@pytest.mark.parametrize(("limit", "value", "path", "body"), OVER)
+def test_a_refusal_over_a_limit_names_it(limit: str, value: int, path: str, body: dict[str, Any]) -> None:
+    error = refusal(path, body, BodyLimits.model_validate({limit: value}))
+    assert isinstance(error, OverLimit)
+    assert error.limit == limit
+    read(path, body, BodyLimits.model_validate({limit: value + 100}))
+
+
+def test_no_limit_of_bodies_is_untried() -> None:
+    """That of what is compressed is in test_codings.py."""
+    assert {limit for limit, *_ in OVER} | {"max_expanded_bytes"} == set(BodyLimits.model_fields)
 
 
 def test_truncation_is_noted() -> None:

@@ -292,10 +292,10 @@ async def test_soak(tmp_path: Path) -> None:
         assert unexpected == []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(20):
-                while picker.descriptors() > descriptors:
+                while picker.descriptors() > descriptors + 4:
                     await asyncio.sleep(0.5)
         assert picker.descriptors() <= descriptors + 4
-        # Four of the gateways' access log streams may be new.
+        # Each of the gateways' threads has a stream of its own for its log; some may be new.
         assert (await picker.metrics())["picker_event_loop_tasks"] <= first["picker_event_loop_tasks"] + 16
 
 
