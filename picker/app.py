@@ -31,6 +31,7 @@ from picker.extproc.server import ExtProcServer
 from picker.extproc.tls import file_credentials, fixed_credentials, self_signed
 from picker.extproc.usage import Usage
 from picker.kvcache.accuracy import AccuracyTracker, Cause
+from picker.kvcache.asking import SourceAsking
 from picker.kvcache.index import KvIndex
 from picker.kvcache.predicted import CombinedIndex, PredictedIndex
 from picker.kvcache.sources import KvEvents
@@ -101,6 +102,7 @@ class App:
         self.kv_events: KvEvents[Endpoint] = KvEvents(
             self.index, on_block_size=lambda endpoint, size: self.pool.learn_block_size(endpoint, size)
         )
+        self.kv_asking = SourceAsking(self.kv_events.told, self.kv_events.is_connected)
         self.scraper = Scraper(
             self._take_report,
             ScraperSettings(
@@ -249,6 +251,7 @@ class App:
         await self._introspection.stop()
         await self._admin.stop()
         self.dispatcher.close()
+        await self.kv_asking.close()
         self.kv_events.close()
         await self.scraper.close()
         await self.tokenizers.close()
@@ -338,6 +341,8 @@ class App:
             self.index.drop(endpoint.slot)
             self.predicted.drop(endpoint.slot)
         self.kv_events.reconcile(self.pool)
+        if self.settings.kvcache.discover:
+            self.kv_asking.update(endpoint.spec for endpoint in self.pool)
         self.scraper.update(endpoint.spec for endpoint in self.pool)
 
     def _take_report(self, uid: str, report: EngineReport) -> None:
@@ -368,7 +373,7 @@ class App:
         """The endpoint will hold this prompt soon: a bridge until its events say so, or all there is without."""
         endpoint = released.decision.endpoint
         settings = self.settings.kvcache
-        has_events = self.kv_events.connected >> endpoint.slot & 1
+        has_events = self.kv_events.is_connected(endpoint.spec.uid)
         capacity = endpoint.report.num_blocks if endpoint.report else None
         for keys in prompt.blocks(endpoint.block_size or self.pool.default_block_size):
             if keys:
@@ -459,6 +464,7 @@ class App:
             "scraper": lambda: self.scraper.stats,
             "kv_index": self.index.stats,
             "predicted_index": self.predicted.stats,
+            "kv_asking": self.kv_asking.stats,
             "kv_sources": self.kv_events.stats,
             "kv_streams": self.kv_events.stream_stats,
             "kv_blocks": self.kv_events.block_stats,

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 import zmq
 
+from picker.kvcache.discovery import EventAddresses
 from picker.kvcache.engine_blocks import BlockLimits, BlockStats, EngineBlocks
 from picker.kvcache.index import KvIndex
 from picker.kvcache.pump import Pump, Turnstile
@@ -68,14 +69,14 @@ class SourceStats:
 @dataclass(frozen=True, slots=True)
 class _Source:
     slot: int
-    events: str
-    replay: str | None
+    addresses: EventAddresses
     blocks: EngineBlocks
     subscriber: KvSubscriber
 
 
 class KvEvents(Generic[E]):
-    """A subscriber for each endpoint that publishes KV events.
+    """A subscriber for each endpoint that publishes KV events, at the address that its spec gives or, where it
+    gives none, that the engine has told.
 
     Lives on one event loop. `on_block_size` is told what size an endpoint's events show its blocks to have.
     The counters of all endpoints are added up, and stay when an endpoint goes.
@@ -97,6 +98,8 @@ class KvEvents(Generic[E]):
         self._pump = Pump()
         self._turns = Turnstile(limits.concurrent_replays)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._endpoints: dict[str, E] = {}
+        self._told: dict[str, EventAddresses] = {}
         self._sources: dict[str, _Source] = {}
         self._unusable: dict[str, str] = {}  # uid -> the address that was refused
 
@@ -113,21 +116,38 @@ class KvEvents(Generic[E]):
                 mask |= 1 << source.slot
         return mask
 
+    def is_connected(self, uid: str) -> bool:
+        """Do this endpoint's events come?"""
+        source = self._sources.get(uid)
+        return source is not None and source.subscriber.connected
+
     def addresses(self) -> list[str]:
         """Where the open subscribers listen, ports that ZMQ chose included."""
         return [source.subscriber.address for source in self._sources.values()]
 
     def reconcile(self, endpoints: Iterable[E]) -> None:
         """Follow exactly these endpoints. Must be told of a removal before the slot is given to another one."""
-        wanted = {endpoint.spec.uid: endpoint for endpoint in endpoints if endpoint.spec.kv_events}
-        for uid, source in list(self._sources.items()):
-            endpoint = wanted.get(uid)
-            if endpoint is None or (source.slot, source.events, source.replay) != _addresses(endpoint):
-                self._close(uid)
-        self._unusable = {uid: events for uid, events in self._unusable.items() if uid in wanted}
-        for uid, endpoint in wanted.items():
-            if uid not in self._sources and self._unusable.get(uid) != endpoint.spec.kv_events:
-                self._open(uid, endpoint)
+        self._endpoints = {endpoint.spec.uid: endpoint for endpoint in endpoints}
+        self._told = {uid: told for uid, told in self._told.items() if uid in self._endpoints}
+        self._unusable = {uid: events for uid, events in self._unusable.items() if uid in self._endpoints}
+        for uid in [uid for uid in self._sources if uid not in self._endpoints]:
+            self._close(uid)
+        # Slots that are given up must be clear before others take them.
+        changed = [uid for uid, endpoint in self._endpoints.items() if self._give_up(uid, endpoint)]
+        for uid in changed:
+            self._take_up(uid, self._endpoints[uid])
+
+    def told(self, uid: str, addresses: EventAddresses | None) -> None:
+        """An engine says where it publishes its events, or that it does not. Its spec goes before what it says."""
+        endpoint = self._endpoints.get(uid)
+        if endpoint is None:
+            return
+        if addresses is None:
+            self._told.pop(uid, None)
+        else:
+            self._told[uid] = addresses
+        if self._give_up(uid, endpoint):
+            self._take_up(uid, endpoint)
 
     def close(self) -> None:
         """Close every subscriber."""
@@ -137,11 +157,30 @@ class KvEvents(Generic[E]):
             self._context.destroy(linger=0)
             self._context = None
 
-    def _open(self, uid: str, endpoint: E) -> None:
-        slot, events, replay = _addresses(endpoint)
+    def _addresses(self, endpoint: E) -> EventAddresses | None:
+        spec = endpoint.spec
+        if spec.kv_events:
+            return EventAddresses(spec.kv_events, spec.kv_replay or None)
+        return self._told.get(spec.uid)
+
+    def _give_up(self, uid: str, endpoint: E) -> bool:
+        """Close a subscriber that follows the wrong address. False where what is open is as it should be."""
+        source = self._sources.get(uid)
+        if source is not None:
+            if (source.slot, source.addresses) == (endpoint.slot, self._addresses(endpoint)):
+                return False
+            self._close(uid)
+        return True
+
+    def _take_up(self, uid: str, endpoint: E) -> None:
+        addresses = self._addresses(endpoint)
+        if addresses is not None and self._unusable.get(uid) != addresses.events:
+            self._open(uid, endpoint, addresses)
+
+    def _open(self, uid: str, endpoint: E, addresses: EventAddresses) -> None:
         learn = self._on_block_size
         blocks = EngineBlocks(
-            slot,
+            endpoint.slot,
             self._index,
             counted=endpoint.spec.engine not in _SINGLE_COPY_ENGINES,
             limits=self._limits.blocks,
@@ -149,15 +188,18 @@ class KvEvents(Generic[E]):
             on_block_size=None if learn is None else lambda size: learn(endpoint, size),
         )
         stream = EventStream(
-            blocks, can_replay=replay is not None, limits=self._limits.stream, stats=self.stream_stats
+            blocks,
+            can_replay=addresses.replay is not None,
+            limits=self._limits.stream,
+            stats=self.stream_stats,
         )
         if self._context is None:
             self._context = zmq.Context()
         try:
             subscriber = KvSubscriber(
                 stream,
-                events,
-                replay,
+                addresses.events,
+                addresses.replay,
                 context=self._context,
                 pump=self._pump,
                 replay_turns=self._turns,
@@ -165,21 +207,19 @@ class KvEvents(Generic[E]):
             )
         except zmq.ZMQError as error:
             self.stats.bad_addresses += 1
-            self._unusable[uid] = events
+            self._unusable[uid] = addresses.events
             log.error(
-                "no KV events from %s: cannot use the address %s: %s", endpoint.spec.name, events, error
+                "no KV events from %s: cannot use the address %s: %s",
+                endpoint.spec.name,
+                addresses.events,
+                error,
             )
             return
         self.stats.opened += 1
-        self._sources[uid] = _Source(slot, events, replay, blocks, subscriber)
+        self._sources[uid] = _Source(endpoint.slot, addresses, blocks, subscriber)
 
     def _close(self, uid: str) -> None:
         source = self._sources.pop(uid)
         source.subscriber.close()
         source.blocks.close()
         self.stats.closed += 1
-
-
-def _addresses(endpoint: Endpoint) -> tuple[int, str, str | None]:
-    assert endpoint.spec.kv_events is not None
-    return endpoint.slot, endpoint.spec.kv_events, endpoint.spec.kv_replay or None

@@ -23,7 +23,8 @@ class EndpointSpec:
 
     `uid` is the identity: a replaced pod has a new uid even at the same address. With data parallelism each
     (pod, rank) is an endpoint of its own and `uid` names both. Addresses are bare (no brackets), ports are
-    1..65535. `metrics_url` None: not scraped. `kv_events` None: no KV events, predictions only.
+    1..65535. `metrics_url` None: not scraped. `kv_events` None: the engine may be asked where it publishes its KV
+    events, or, with `ask_kv_events` False, is known to publish none: predictions only.
     """
 
     uid: str
@@ -40,6 +41,7 @@ class EndpointSpec:
     engine: EngineKind = EngineKind.VLLM
     metrics_url: str | None = None
     kv_events: str | None = None
+    ask_kv_events: bool = True
     kv_replay: str | None = None
     block_size: int | None = None
     max_num_batched_tokens: int | None = None

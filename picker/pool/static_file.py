@@ -20,7 +20,8 @@ A file with every key:
         models: [llama]
 
 `kv_events` and `kv_replay` are addresses, or ports of the endpoint's own host. Rank r is at that port plus r,
-which is where vLLM publishes it.
+which is where vLLM publishes it. Without `kv_events` a vLLM is asked where it publishes them; `kv_events: false`
+says that it publishes none.
 """
 
 from __future__ import annotations
@@ -79,10 +80,14 @@ def _check_authority(text: str) -> str:
 
 
 def _check_zmq(value: object) -> object:
+    if value is None or value is False:
+        return value
     if isinstance(value, str) and value.startswith("tcp://"):
         _split_authority(value.removeprefix("tcp://"))
     elif type(value) is not int or not 1 <= value <= 65535:
-        raise ValueError(f"{value!r} must read tcp://host:port, or be a port of the endpoint's own host")
+        raise ValueError(
+            f"{value!r} must read tcp://host:port, be a port of the endpoint's own host, or false"
+        )
     return value
 
 
@@ -206,6 +211,7 @@ def _expand(entry: _Entry) -> Iterator[EndpointSpec]:
             engine=entry.engine,
             metrics_url=_metrics_url(entry),
             kv_events=_zmq_address(entry.kv_events, address, rank),
+            ask_kv_events=entry.kv_events is not False,
             kv_replay=_zmq_address(entry.kv_replay, address, rank),
             block_size=entry.block_size,
             max_num_batched_tokens=entry.max_num_batched_tokens,
@@ -221,9 +227,9 @@ def _metrics_url(entry: _Entry) -> str | None:
     return f"http://{entry.address}{path}" if path.startswith("/") else path
 
 
-def _zmq_address(value: int | str | None, host: str, rank: int) -> str | None:
+def _zmq_address(value: int | str | bool | None, host: str, rank: int) -> str | None:
     """The rank's own address: engines publish rank r at their configured port plus r."""
-    if value is None:
+    if value is None or value is False:
         return None
     if isinstance(value, str):
         host, base = _split_authority(value.removeprefix("tcp://"))

@@ -115,7 +115,7 @@ class PodSettings(Section):
     """What holds for pods that do not say otherwise in their annotations `picker.dev/...`."""
 
     engine: Literal["vllm", "sglang", "trtllm"] = Field("vllm", description="The engine in the pods.")
-    kv_events_port: Port | None = Field(5557, description="Port of the KV events; null: there are none.")
+    kv_events_port: Port | None = Field(5557, description="Port of the KV events; null: ask each engine.")
     kv_replay_port: Port | None = Field(
         5558,
         description="Port that replays missed KV events; null, and with several target ports: none.",
@@ -217,6 +217,10 @@ class KvCacheSettings(Section):
     )
     bridge_ttl: PositiveFloat = Field(
         10.0, description="The same for an engine with KV events: until the event must have come."
+    )
+    discover: bool = Field(
+        True,
+        description="Ask a vLLM (0.31 or newer) where it publishes its KV events, if nobody says so.",
     )
 
 

@@ -503,8 +503,13 @@ class MockEngine:
         if self._publisher is None:
             return _json({})
         source = {
-            "endpoint": self._publisher.endpoint,
-            "replay_endpoint": self._publisher.replay_endpoint,
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": _anywhere(self._publisher.endpoint),
+            "replay_endpoint": _anywhere(self._publisher.replay_endpoint),
+            "buffer_steps": self.settings.event_buffer,
+            "hwm": 100_000,
+            "max_queue_size": 100_000,
             "topic": self._publisher.topic,
         }
         return _json({str(self.settings.rank): source})
@@ -517,6 +522,11 @@ class MockEngine:
         if not isinstance(body, dict):
             raise ApiError(400, "the body must be a JSON object")
         return body
+
+
+def _anywhere(address: str) -> str:
+    """With a wildcard for the host, as a vLLM that binds its sockets is configured."""
+    return f"tcp://*:{address.rpartition(':')[2]}"
 
 
 def _json(value: object, status: int = 200) -> web.Response:

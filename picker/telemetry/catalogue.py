@@ -330,6 +330,16 @@ ROOM_METRICS = (
     _of_room(
         "kv_streams", "malformed_events", "picker_kv_malformed_events_total", "Events that could not be."
     ),
+    _of_room(
+        "kv_asking",
+        "answers",
+        "picker_kv_sources_asked_total",
+        "Times that an engine was asked where it publishes its KV events, by what came of it.",
+        "answer",
+    ),
+    _of_room(
+        "kv_asking", "targets", "picker_kv_sources_asked", "Engines whose KV events have to be asked for."
+    ),
     _of_room("kv_blocks", "events", "picker_kv_events_total", "Events applied."),
     _of_room(
         "kv_blocks", "parked", "picker_kv_parked_blocks_total", "Blocks whose parent was not known yet."

@@ -100,3 +100,21 @@ async def test_a_restarted_engine_is_not_believed_to_be_warm(tmp_path: Path) -> 
         answer = await stack.complete(prompt(1, 1))
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert predicted(stack)[-1] == 0
+
+
+async def test_engines_are_asked_for_their_events_unless_they_are_said_to_have_none(tmp_path: Path) -> None:
+    """Nobody told Picker where the first engine publishes; of the second it was told that it does not."""
+    engines = [MockEngineSettings(name=f"pod-{number}", prefill_rate=1e6) for number in range(2)]
+    extras = [{"kv_events": None, "kv_replay": None}, {"kv_events": False, "kv_replay": None}]
+    async with running_stack(tmp_path, engines, endpoint_extras=extras) as stack:
+        app = stack.app
+        async with asyncio.timeout(10):
+            while not app.kv_events.connected:
+                await asyncio.sleep(0.01)
+        assert [app.kv_events.is_connected(endpoint.spec.uid) for endpoint in app.pool] == [True, False]
+        await asyncio.gather(*(stack.complete(prompt(prefix, 0)) for prefix in range(4)))
+        await stack.settled()
+        async with asyncio.timeout(10):
+            while not app.index.blocks_of(0):
+                await asyncio.sleep(0.01)
+        assert not app.index.blocks_of(1)

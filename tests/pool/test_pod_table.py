@@ -90,6 +90,7 @@ def test_annotations_say_what_the_pod_is() -> None:
 def test_connections_can_be_switched_off() -> None:
     spec = only(annotated(metrics="false", kv_events_port="0"))
     assert (spec.metrics_url, spec.kv_events, spec.kv_replay) == (None, None, None)
+    assert not spec.ask_kv_events
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,12 @@ def test_defaults_are_a_setting() -> None:
     defaults = PodDefaults(engine=EngineKind.SGLANG, kv_events_port=None, block_size=32)
     spec = only(pod("a"), defaults=defaults)
     assert (spec.engine, spec.kv_events, spec.block_size) == (EngineKind.SGLANG, None, 32)
+
+
+def test_a_pod_whose_events_nobody_told_of_is_asked() -> None:
+    silent = PodDefaults(kv_events_port=None)
+    assert only(pod("a"), defaults=silent).ask_kv_events
+    assert not only(annotated(kv_events_port="false"), defaults=silent).ask_kv_events
 
 
 @pytest.mark.parametrize(

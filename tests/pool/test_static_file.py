@@ -65,6 +65,20 @@ def test_a_full_file() -> None:
     assert (three.metrics_url, three.block_size, three.engine) == (None, 16, EngineKind.VLLM)
 
 
+def test_events_that_are_not_told_of_are_asked_for_and_those_that_are_denied_are_not() -> None:
+    text = """
+    defaults: {kv_events: 5557}
+    endpoints:
+    - {name: a, address: "h:1"}
+    - {name: b, address: "h:2", kv_events: null}
+    - {name: c, address: "h:3", kv_events: false}
+    """
+    told, asked, denied = parse_pool_file(text)
+    assert (told.kv_events, told.ask_kv_events) == ("tcp://h:5557", True)
+    assert (asked.kv_events, asked.ask_kv_events) == (None, True)
+    assert (denied.kv_events, denied.ask_kv_events) == (None, False)
+
+
 def test_ranks_behind_one_address_are_endpoints_of_their_own() -> None:
     text = "endpoints: [{name: a, address: '10.0.0.1:80', ranks: 2, kv_events: 5557, metrics: /m}]"
     zero, one = parse_pool_file(text)

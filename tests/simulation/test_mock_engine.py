@@ -185,10 +185,11 @@ async def test_kv_events_replay_and_reset(client: aiohttp.ClientSession, engine:
     async with client.get(engine.addresses.url + "/kv_event_sources") as response:
         source = (await response.json())["0"]
     assert source["topic"] == f"kv@{engine.addresses.http}@tiny"
+    assert source["endpoint"].startswith("tcp://*:")
     context = zmq.asyncio.Context()
     try:
         socket = context.socket(zmq.DEALER)
-        socket.connect(source["replay_endpoint"])
+        socket.connect(source["replay_endpoint"].replace("*", "127.0.0.1"))
         await socket.send_multipart([b"", bytes(8)])
         batches = [msgspec.msgpack.decode((await socket.recv_multipart())[3]) for _ in range(2)]
     finally:

@@ -14,6 +14,7 @@ from picker.extproc.body import BudgetStats
 from picker.extproc.exchange import ExchangeStats
 from picker.extproc.server import ExtProcStats
 from picker.kvcache.accuracy import AccuracyStats
+from picker.kvcache.asking import AskingStats
 from picker.kvcache.engine_blocks import BlockStats
 from picker.kvcache.index import IndexStats
 from picker.kvcache.predicted import PredictedStats
@@ -48,6 +49,7 @@ ROOMS = {
     "scraper": ScraperStats,
     "policy_file": PolicyFileStats,
     "kv_index": IndexStats,
+    "kv_asking": AskingStats,
     "kv_streams": StreamStats,
     "kv_blocks": BlockStats,
     "predicted_index": PredictedStats,

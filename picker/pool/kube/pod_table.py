@@ -44,6 +44,8 @@ _ENGINE_NAMES = {
     "triton-tensorrt-llm": EngineKind.TRTLLM,
 }
 
+# What switches a port off.
+_OFF = ("0", "false")
 _CORDON_TAINT = "node.kubernetes.io/unschedulable"
 
 
@@ -71,7 +73,7 @@ class PoolShape:
 
 @dataclass(frozen=True, slots=True)
 class PodDefaults:
-    """What holds for a pod that does not say otherwise. A port of None switches that connection off.
+    """What holds for a pod that does not say otherwise. Without a port for KV events the engine is asked.
 
     With several target ports there is no default replay port: rank r publishes at the events port plus r, so
     the next port up belongs to the next rank.
@@ -241,6 +243,7 @@ class _PodReading:
             engine=engine,
             metrics_url=self._metrics_url(address, port, engine),
             kv_events=_tcp(address, events, rank),
+            ask_kv_events=self._annotations.get(KV_EVENTS_PORT) not in _OFF,
             kv_replay=_tcp(address, replay, rank) if events is not None else None,
             block_size=self._number(BLOCK_SIZE, defaults.block_size),
             max_num_batched_tokens=self._number(MAX_NUM_BATCHED_TOKENS, defaults.max_num_batched_tokens),
@@ -284,7 +287,7 @@ class _PodReading:
         text = self._annotations.get(annotation)
         if text is None:
             return default
-        if text in ("0", "false"):
+        if text in _OFF:
             return None
         number = _whole_number(text)
         if number is None or not 1 <= number <= 65535:
