@@ -16,11 +16,11 @@ import yaml
 from picker.simulation.envoy import EnvoyProcess
 from tests.kube.chart import Renderer
 from tests.kube.control_plane import ControlPlane, free_port
-from tests.kube.live import Live, Load, PickerProcess, living, on_these_ports
+from tests.kube.live import PATIENCE, Live, Load, PickerProcess, living, on_these_ports
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 6.0
 ELECTION = {
     "leader_election": True,
     "lease": {"duration": LEASE_SECONDS, "retry_period": 0.3, "request_timeout": 1},
@@ -62,7 +62,7 @@ async def cached_blocks(live: Live, picker: PickerProcess) -> list[int]:
 # High availability
 
 
-async def test_a_leader_that_is_killed_is_followed_within_the_lease_time(live: Live) -> None:
+async def test_a_leader_that_is_killed_is_followed_once_its_lease_is_over(live: Live) -> None:
     await two_pods(live)
     await live.access(None, WITH_ELECTION)
     leader = await live.picker(pool={"kubernetes": ELECTION})
@@ -76,7 +76,7 @@ async def test_a_leader_that_is_killed_is_followed_within_the_lease_time(live: L
     assert await live.ready(follower, "/healthz")
     for number in range(4):
         assert (await load.ask(f"{number} " + "once upon a time " * 20)).status == 200
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while await cached_blocks(live, follower) != await cached_blocks(live, leader):
             await asyncio.sleep(0.05)
     assert sum(await cached_blocks(live, follower)) > 4
@@ -84,20 +84,20 @@ async def test_a_leader_that_is_killed_is_followed_within_the_lease_time(live: L
     async with load.running(clients=4):
         await asyncio.sleep(0.5)
         await leader.kill()
-        await live.await_ready(follower, seconds=LEASE_SECONDS + 5)
+        await live.await_ready(follower)
         await load.served_by("a", "b")
         resumed = time.monotonic()
         await asyncio.sleep(0.5)
     assert load.statuses(resumed).keys() == {200}
     # Envoy answers for a picker that is gone; nobody was left hanging, as `running` has seen.
-    assert max(answer.took for answer in load.answers) < 15
+    assert max(answer.took for answer in load.answers) < PATIENCE / 2
     assert (await live.metric(follower, "picker_leader")) == 1
 
 
 async def test_a_leader_that_is_told_to_stop_hands_over_at_once_and_fails_nothing(live: Live) -> None:
     await two_pods(live)
     await live.access(None, WITH_ELECTION)
-    election = ELECTION | {"lease": {"duration": 60, "retry_period": 0.3, "request_timeout": 1}}
+    election = ELECTION | {"lease": {"duration": 600, "retry_period": 0.3, "request_timeout": 1}}
     settings = {"pool": {"kubernetes": election}, "queue": {"drain_notice": 3}}
     leader = await live.picker(**settings)
     await live.await_ready(leader)
@@ -105,10 +105,9 @@ async def test_a_leader_that_is_told_to_stop_hands_over_at_once_and_fails_nothin
     load = await live.envoy(leader.ports["extproc"], follower.ports["extproc"])
     await load.served_by("a", "b")
     load.answers.clear()
-    began = time.monotonic()
     stopping = asyncio.create_task(leader.stop())
-    await live.await_ready(follower, seconds=5)
-    assert time.monotonic() - began < 5, "a lease of a minute was given back"
+    # A lease of ten minutes was given back, or nobody would be ready for that long.
+    await live.await_ready(follower)
     assert await stopping == 0
     await load.served_by("a", "b")
 
@@ -193,7 +192,7 @@ async def test_a_new_policy_under_load(live: Live) -> None:
         return [each["name"] for each in (await live.status(picker))["queues"]["classes"]]
 
     async def until_classes(*names: str) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while await classes() != list(names):
                 await asyncio.sleep(0.05)
 
@@ -204,7 +203,7 @@ async def test_a_new_policy_under_load(live: Live) -> None:
         await change(yaml.safe_dump(policy("second", "third", max_running_per_worker=1)))
         await until_classes("second", "third")
         await change("policy_classes: 7\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not await live.metric(picker, "picker_policy_refusals_total"):
                 await asyncio.sleep(0.05)
         assert await classes() == ["second", "third"]
@@ -215,13 +214,14 @@ async def test_a_new_policy_under_load(live: Live) -> None:
 
 # The chart's own Envoy
 
-LONGEST_WAIT = 8
+LONGEST_WAIT = 10
 
 
 async def test_the_charts_envoy_waits_as_long_as_picker_does(live: Live) -> None:
     """C13 (d): a request that is held for nearly the longest wait gets its answer, and one that is held for all of
     it gets Picker's refusal and no timer's."""
-    await live.engine("a", iteration_time=0.01)
+    # Slow by waiting, so that a busy machine makes it little slower.
+    await live.engine("a", iteration_time=0.1)
     await live.pool()
     await live.pod("a")
     flags = ["mode=standalone", f"settings.queue.max_wait={LONGEST_WAIT}", "timeouts.response=20"]
@@ -242,17 +242,17 @@ async def test_the_charts_envoy_waits_as_long_as_picker_does(live: Live) -> None
 
         async def held_behind(tokens: int) -> tuple[Any, Any]:
             running = asyncio.create_task(load.ask("first", tokens=tokens))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 while not (await live.status(picker))["pool"]["endpoints"][0]["running"]:
                     await asyncio.sleep(0.02)
             return await asyncio.gather(running, load.ask("second"))
 
-        first, second = await held_behind(tokens=400)
+        first, second = await held_behind(tokens=50)
         assert (first.status, second.status) == (200, 200)
         assert LONGEST_WAIT * 0.4 < second.took < LONGEST_WAIT
-        first, second = await held_behind(tokens=1200)
+        first, second = await held_behind(tokens=150)
         assert (first.status, second.status) == (200, 429), second.body
         assert "waited" in second.body, "these are Picker's words"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while (await live.status(picker))["pool"]["endpoints"][0]["running"]:
                 await asyncio.sleep(0.05)

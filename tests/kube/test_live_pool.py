@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.kube.control_plane import ControlPlane
-from tests.kube.live import POOL, Live, PickerProcess, Wire, living
+from tests.kube.live import PATIENCE, POOL, Live, PickerProcess, Wire, living
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
@@ -183,7 +183,7 @@ async def test_an_objective_decides_who_goes_first(live: Live) -> None:
 
     async with asyncio.TaskGroup() as group_of_requests:
         group_of_requests.create_task(ask("first", tokens=100))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not (await live.status(picker))["pool"]["endpoints"][0]["running"]:
                 await asyncio.sleep(0.02)
         group_of_requests.create_task(ask("common"))
