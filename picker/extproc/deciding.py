@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ from picker.extproc.access_log import REQUEST_ID_HEADER
 from picker.extproc.dispatcher import Dispatcher
 from picker.extproc.exchange import Exchanges
 from picker.extproc.handler import Facts, Refused
-from picker.extproc.handover import Answer, Placed, Prepared, never_taken
+from picker.extproc.handover import Answer, Placed, Prepared
 from picker.extproc.stages import StageClock, Stages
 from picker.policy.model import CostWeights, PolicyClass
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work
@@ -75,28 +74,7 @@ class Deciding:
     _prefix: str = field(default_factory=lambda: uuid4().hex[:12])
     _serial: count[int] = field(default_factory=count)
 
-    async def decide(self, prepared: Prepared) -> Placed | Refused:
-        future: asyncio.Future[Placed | Refused] = asyncio.get_running_loop().create_future()
-
-        def tell(answer: Answer) -> None:
-            if future.done():
-                never_taken(answer)
-            elif isinstance(answer, BaseException):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-
-        leave = self.begin(prepared, tell)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            leave()
-            if not future.cancelled():
-                never_taken(future.exception() or future.result())
-            raise
-
     def begin(self, prepared: Prepared, tell: Callable[[Answer], None]) -> Callable[[], None]:
-        """Decide, now or when its turn comes; `tell` hears of it once. Returned is how to leave before that."""
         self._observe(prepared.stages)
         if prepared.route is Route.OTHER:
             tell(self._pass_through(prepared))

@@ -6,7 +6,7 @@ in the plain values of this file and nowhere else, so that they can live in one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,8 +76,10 @@ def never_taken(answer: Answer) -> None:
 
 
 class Decider(Protocol):
-    async def decide(self, prepared: Prepared) -> Placed | Refused:
-        """Wait for the decision. Cancelling it means that the client has left."""
+    def begin(self, prepared: Prepared, tell: Callable[[Answer], None]) -> Callable[[], None]:
+        """Have the request decided, now or when its turn comes; `tell` hears of it once. Returned is how to leave
+        before that; afterwards leaving changes nothing.
+        """
 
 
 class PoolShape(Protocol):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from picker.extproc.following import Followed, Unfollowed
 from picker.extproc.handler import Arrival, Exchange, Refused, Routed
-from picker.extproc.handover import Decider, Placed, Prepared
+from picker.extproc.handover import Answer, Decider, Placed, Prepared, never_taken
 from picker.extproc.preparation import Preparation
 from picker.extproc.usage import UsageReader
 
@@ -47,7 +48,7 @@ class Pipeline:
             return prepared
         if trace is not None:
             trace.stages(prepared.stages)
-        answer = await self.decider.decide(prepared)
+        answer = await self._decide(prepared)
         if trace is not None and answer.facts is not None:
             trace.stages(answer.facts.stages)
             outcome = answer.reason if isinstance(answer, Refused) else "dispatched"
@@ -61,6 +62,26 @@ class Pipeline:
             # In shadow mode the request goes on as it came.
             remove_headers=prepared.hints.consumed_headers if answer.endpoint is not None else (),
         )
+
+    async def _decide(self, prepared: Prepared) -> Placed | Refused:
+        future: asyncio.Future[Placed | Refused] = asyncio.get_running_loop().create_future()
+
+        def tell(answer: Answer) -> None:
+            if future.done():
+                never_taken(answer)
+            elif isinstance(answer, BaseException):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        leave = self.decider.begin(prepared, tell)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            leave()
+            if not future.cancelled():
+                never_taken(future.exception() or future.result())
+            raise
 
     def _exchange(self, prepared: Prepared, placed: Placed) -> Exchange:
         if placed.progress is None:
