@@ -99,7 +99,7 @@ class Telemetry:
                 released.waited,
                 deficit=released.deficit_after,
                 chosen=decision.endpoint.spec.authority,
-                candidates=tuple(_candidate(each) for each in decision.candidates[:MAX_CANDIDATES]),
+                candidates=tuple(_candidate(each) for each in decision.preferred(MAX_CANDIDATES)),
                 rejected=self._rejections(decision.eligibility.refused),
             ),
             explain=work.explain,
