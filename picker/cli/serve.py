@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 
@@ -50,6 +51,10 @@ async def _run(app: App) -> bool:
         loop.add_signal_handler(number, stop)
     # Where this fails the process ends, and with it whatever has been started.
     await app.start()
+    # What has been made so far stays for good: no collection has to walk it again, each of which would hold up
+    # every request.
+    gc.collect()
+    gc.freeze()
     try:
         await _first(asked.wait(), app.failed.wait())
         if asked.is_set():
