@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -46,10 +46,18 @@ from picker.pool.static_file import PoolFileError, StaticPoolFile
 from picker.queueing.admission import AdmissionQueue, QueueLimits
 from picker.queueing.fairness import FairnessMeter
 from picker.queueing.work import Outcome, Released, Work
+from picker.requests import SessionSource
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
+from picker.selection.sessions import Sessions
 from picker.settings import Settings, SettingsError
-from picker.settings.model import ExtProcSettings, KubernetesSettings, TelemetrySettings, TlsSettings
+from picker.settings.model import (
+    ExtProcSettings,
+    KubernetesSettings,
+    SessionSettings,
+    TelemetrySettings,
+    TlsSettings,
+)
 from picker.telemetry import Telemetry
 from picker.telemetry.recording import Recording
 from picker.tokens import TokenBudget, Tokenizers
@@ -116,8 +124,17 @@ class App:
         self.pool.subscribe(self.ledger.pool_changed)
         self.pool.subscribe(self.calibration.pool_changed)
         self.pool.subscribe(self._follow_pool)
+        self.sessions = Sessions(
+            ttl=settings.sessions.ttl,
+            max_sessions=settings.sessions.max_sessions,
+            sticky=settings.sessions.affinity == "sticky",
+        )
         self.selector = Selector(
-            self.pool, self.ledger, CombinedIndex(self.index, self.predicted), self.calibration
+            self.pool,
+            self.ledger,
+            CombinedIndex(self.index, self.predicted),
+            self.calibration,
+            sessions=self.sessions,
         )
         self.policy_file = PolicyFile(settings.policy.file) if settings.policy.file else None
         policy = (self.policy_file and self.policy_file.load_if_changed()) or Policy.default()
@@ -145,6 +162,7 @@ class App:
             self.clock,
             self.dispatcher.kick,
             on_usage=self._take_usage,
+            on_moved=self._take_move,
         )
         self.index.on_stored = self.exchanges.block_stored
         self.recording = _recording(settings.telemetry, self.clock)
@@ -175,7 +193,11 @@ class App:
         )
         self.pipeline = Pipeline(
             preparation=Preparation(
-                self.tokenizers, self.pool, body_limits=settings.requests, trust=settings.policy.hints
+                self.tokenizers,
+                self.pool,
+                body_limits=settings.requests,
+                trust=settings.policy.hints,
+                sessions=_session_source(settings.sessions),
             ),
             decider=self.deciding,
             clock=self.clock,
@@ -385,6 +407,12 @@ class App:
                     capacity=capacity or _UNKNOWN_CAPACITY,
                 )
 
+    def _take_move(self, released: Released, endpoint: Endpoint) -> None:
+        """The gateway served a request elsewhere than where it was sent: its session is there now."""
+        session = released.work.demand.session
+        if session is not None:
+            self.sessions.served_by(session, endpoint.spec.uid)
+
     def _take_usage(self, released: Released, usage: Usage) -> None:
         """An engine has reported what a request came to: compare, and settle what was charged by estimate."""
         chosen, work = released.decision.chosen, released.work
@@ -431,6 +459,7 @@ class App:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self.predicted.expire(self.clock())
+            self.sessions.expire(self.clock())
             self.exchanges.forget_reaped()
             self.pool.mark_stale(self.scraper.stale())
 
@@ -462,6 +491,7 @@ class App:
             "ledger": self.ledger.stats,
             "pool": self.pool.stats,
             "scraper": lambda: self.scraper.stats,
+            "sessions": self.sessions.stats,
             "kv_index": self.index.stats,
             "predicted_index": self.predicted.stats,
             "kv_asking": self.kv_asking.stats,
@@ -484,6 +514,12 @@ def _recording(settings: TelemetrySettings, clock: Callable[[], float]) -> Recor
         return Recording(settings.record_file, settings.record_limit, clock)
     except OSError as error:
         raise SettingsError(f"telemetry.record_file: {settings.record_file}: {error.strerror}") from None
+
+
+def _session_source(settings: SessionSettings) -> SessionSource | None:
+    if settings.affinity == "off":
+        return None
+    return SessionSource(settings.header, settings.cookie, cookie_age=ceil(settings.ttl))
 
 
 def _tracing(settings: TelemetrySettings) -> Tracing | None:

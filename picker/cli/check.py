@@ -19,7 +19,16 @@ from picker.requests.hints import HintTrust, Trust
 from picker.settings import Settings
 
 # Hints by which a client could get more than its share, or steer where it goes.
-_POWERFUL = ("policy_class", "priority", "strict_priority", "pin", "rank", "tolerations", "allow_list")
+_POWERFUL = (
+    "policy_class",
+    "priority",
+    "strict_priority",
+    "pin",
+    "rank",
+    "tolerations",
+    "allow_list",
+    "fairness_id",
+)
 
 
 def _check(
@@ -88,6 +97,11 @@ def _settings_warnings(settings: Settings) -> Iterator[str]:
         yield f"any client can set {', '.join(accepted)} by a header (policy.hints)"
     if not is_loopback(settings.admin.host) and settings.admin.token_file is None:
         yield "admin.host is beyond loopback and there is no admin.token_file: only metrics and health are served"
+    if settings.sessions.cookie is not None:
+        yield (
+            "sessions.cookie is set only by responses that the gateway sends through Picker, which the Envoy of the"
+            " chart does not do: there, only a header can say the session"
+        )
     if settings.policy.file is None:
         yield "there is no policy.file: all requests share one class"
     if not settings.tokens.models:

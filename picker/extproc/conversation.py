@@ -150,6 +150,7 @@ class Conversation:
         self._has_trailers = False
         self._held_bytes = 0
         self._wants_response_body = False
+        self._response_headers: tuple[tuple[str, str], ...] = ()
         self._response_begun = False
 
     # Driving it
@@ -221,6 +222,7 @@ class Conversation:
             outbox.put(messages.REQUEST_TRAILERS_UNCHANGED)
         self._body = GatheredBody()
         self._wants_response_body = routed.exchange.wants_response_body
+        self._response_headers = routed.response_headers
         self.phase = Phase.FORWARDED
 
     def refuse(self, refused: Refused) -> None:
@@ -418,7 +420,7 @@ class Conversation:
     # The response
 
     def _receive_response_headers(self, message: ProcessingRequest) -> Event | None:
-        self._outbox.put(messages.RESPONSE_HEADERS_UNCHANGED)
+        self._outbox.put(messages.response_headers(self._response_headers))
         if self.undecided:
             # A local reply of the gateway (a timer, a filter before us) goes through the response phases too.
             self._drop_request()

@@ -134,7 +134,7 @@ class Deciding:
             cached_tokens=cached,
             strict=self._tier(hints, policy_class),
             priority=hints.priority if hints.priority is not None else 0.0,
-            tenant=hints.fairness_id or hints.session or "",
+            tenant=_tenant(hints),
             model=prepared.model or "",
             class_hint=hints.policy_class,
             deadline=self._deadline(received_at, hints, policy_class),
@@ -169,6 +169,7 @@ class Deciding:
         if self.settings.shadow:
             return Placed(None, exchange, tuple(headers))
         self.on_sent(released, prompt)
+        self._finish_session(prepared)
         if endpoint.spec.shares_port:
             headers.append((RANK_HEADER, str(endpoint.spec.rank)))
         return Placed(released.decision.destinations(self.settings.choices), exchange, tuple(headers))
@@ -179,7 +180,13 @@ class Deciding:
         if not eligibility.mask:
             return Refused(503, DropReason.NO_ENDPOINT, "no endpoint may take this request")
         decision = self.selector.choose(prepared.demand, eligibility.mask, _DEFAULT_WEIGHTS)
+        self._finish_session(prepared)
         return Placed(None if self.settings.shadow else decision.destinations(self.settings.choices))
+
+    def _finish_session(self, prepared: Prepared) -> None:
+        session = prepared.demand.session
+        if session is not None and prepared.hints.session_finish:
+            self.selector.sessions.finish(session)
 
     def _new_id(self) -> str:
         """Unique in this process and, by its random prefix, among all pickers."""
@@ -188,6 +195,13 @@ class Deciding:
 
 def _nothing() -> None:
     """How to leave when the answer has been given."""
+
+
+def _tenant(hints: Hints) -> str:
+    """Whose turn it takes: the tenant's, else its session's own, under a name that no tenant can have."""
+    if hints.fairness_id is not None:
+        return hints.fairness_id
+    return f"session {hints.session}" if hints.session is not None else ""
 
 
 def _with_class(constraints: Constraints, policy_class: PolicyClass) -> Constraints:

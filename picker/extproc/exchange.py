@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from picker.extproc.endpoint_accounts import EndpointAccounts
 from picker.extproc.usage import Usage
 from picker.pool.calibration import Calibration
+from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Booking, Ledger
 from picker.pool.pool import Pool
 from picker.queueing.work import Released
@@ -50,6 +51,7 @@ class RoutedExchange:
         for candidate in self.released.decision.candidates:
             if candidate.endpoint.spec.authority == authority:
                 self.booking = self.book.ledger.move(self.booking, candidate.endpoint, self.book.clock())
+                self.book.on_moved(self.released, candidate.endpoint)
                 return
 
     def answered(self) -> None:
@@ -94,6 +96,8 @@ class Exchanges:
     kick: Callable[[], None]
     # Hears what an engine reported of a request.
     on_usage: Callable[[Released, Usage], None] = lambda released, usage: None
+    # Hears of requests that the gateway served elsewhere than where they were sent, and where.
+    on_moved: Callable[[Released, Endpoint], None] = lambda released, endpoint: None
     # Hears of each request once, when it is over.
     on_end: Callable[[RoutedExchange], None] = lambda exchange: None
     stats: ExchangeStats = field(default_factory=ExchangeStats)

@@ -77,6 +77,7 @@ class Routed:
     (shadow mode) leaves the gateway to route it as it would without Picker.
 
     `body` None forwards the client's bytes untouched. `set_headers` overwrite; `remove_headers` go first.
+    `response_headers` are added to the response, if it passes through Picker.
     """
 
     endpoint: str | None
@@ -84,6 +85,7 @@ class Routed:
     set_headers: tuple[tuple[str, str], ...] = ()
     remove_headers: tuple[str, ...] = ()
     body: bytes | None = None
+    response_headers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ in the plain values of this file and nowhere else, so that they can live in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,8 @@ class Prepared:
     """A request that has been read: all that deciding needs of it. Its body stays where it was read.
 
     received_at: when its headers came, on the clock of both sides. observes_response: its response passes through
-    Picker. gateway_id: the id that the gateway gave it at ingress. stages: what reading it took.
+    Picker. gateway_id: the id that the gateway gave it at ingress. new_session: its session's id was made for it, and
+    the client is to be told. stages: what reading it took.
     """
 
     route: Route
@@ -33,6 +34,7 @@ class Prepared:
     model: str | None = None
     max_tokens: int | None = None
     gateway_id: str | None = None
+    new_session: bool = False
     stages: Stages = ()
 
 
@@ -88,5 +90,5 @@ class PoolShape(Protocol):
     def block_sizes(self) -> Iterable[int]:
         """The sizes of the endpoints' KV blocks, in tokens."""
 
-    def serves_adapter(self, model: str) -> bool:
-        """Does any engine report this model as a LoRA adapter of its own?"""
+    def adapters(self) -> Collection[str]:
+        """The models that any engine reports as a LoRA adapter of its own."""

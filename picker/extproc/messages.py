@@ -31,6 +31,7 @@ LB_NAMESPACE = "envoy.lb"
 REASON_HEADER = "x-picker-dropped-reason"
 
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_APPEND = HeaderValueOption.APPEND_IF_EXISTS_OR_ADD
 
 # "Go on, nothing changed", for each phase where Picker has nothing to say.
 REQUEST_HEADERS_UNCHANGED = ProcessingResponse(request_headers=HeadersResponse())
@@ -86,6 +87,17 @@ def response_piece(data: bytes, last: bool) -> ProcessingResponse:
     streamed = reply.response_body.response.body_mutation.streamed_response
     streamed.body = data
     streamed.end_of_stream = last
+    return reply
+
+
+def response_headers(added: tuple[tuple[str, str], ...]) -> ProcessingResponse:
+    """The answer to the response headers: they stay, and these come on top, beside any of the same name."""
+    if not added:
+        return RESPONSE_HEADERS_UNCHANGED
+    reply = ProcessingResponse()
+    mutation = reply.response_headers.response.header_mutation
+    for name, value in added:
+        _set_header(mutation, name, value, _APPEND)
     return reply
 
 
@@ -165,8 +177,10 @@ def _direct(
     ].string_value = endpoint
 
 
-def _set_header(mutation: HeaderMutation, name: str, value: str) -> None:
+def _set_header(
+    mutation: HeaderMutation, name: str, value: str, action: HeaderValueOption.HeaderAppendAction = _OVERWRITE
+) -> None:
     option = mutation.set_headers.add()
-    option.append_action = _OVERWRITE
+    option.append_action = action
     option.header.key = name
     option.header.raw_value = value.encode("latin-1", "replace")

@@ -61,7 +61,15 @@ class Pipeline:
             set_headers=answer.set_headers,
             # In shadow mode the request goes on as it came.
             remove_headers=prepared.hints.consumed_headers if answer.endpoint is not None else (),
+            response_headers=self._cookie(arrival, prepared) if answer.endpoint is not None else (),
         )
+
+    def _cookie(self, arrival: Arrival, prepared: Prepared) -> tuple[tuple[str, str], ...]:
+        """What tells the client the id of its new session."""
+        source, session = self.preparation.sessions, prepared.demand.session
+        if not prepared.new_session or source is None or session is None:
+            return ()
+        return (("set-cookie", source.set_cookie(session[1], arrival.headers)),)
 
     async def _decide(self, prepared: Prepared) -> Placed | Refused:
         future: asyncio.Future[Placed | Refused] = asyncio.get_running_loop().create_future()

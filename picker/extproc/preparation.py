@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from picker.extproc.access_log import MAX_REQUEST_ID_CHARS, REQUEST_ID_HEADER
@@ -18,6 +18,7 @@ from picker.requests import (
     InferenceRequest,
     OverLimit,
     Route,
+    SessionSource,
     parse_hints,
     parse_request,
     subset_hint,
@@ -25,17 +26,22 @@ from picker.requests import (
 from picker.selection.constraints import Constraints
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Demand
+from picker.selection.sessions import SessionKey
 from picker.tokens import TokenCount, Tokenizers
 
 
 @dataclass(slots=True)
 class Preparation:
-    """Reads requests: hints, body, tokens, and the keys of its blocks in every size that the pool has."""
+    """Reads requests: hints, body, tokens, and the keys of its blocks in every size that the pool has.
+
+    sessions: how a request says its session; None: nobody asks.
+    """
 
     tokenizers: Tokenizers
     pool: PoolShape
     body_limits: BodyLimits = field(default_factory=BodyLimits)
     trust: HintTrust = field(default_factory=HintTrust)
+    sessions: SessionSource | None = None
     _unpacking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
     async def prepare(self, arrival: Arrival) -> Prepared | Refused:
@@ -50,6 +56,9 @@ class Preparation:
             demand = Demand(0, PromptKeys.unknown(), _constraints(arrival, hints, None))
         else:
             demand = await self._demand(arrival, hints, request, stage)
+        session, new_session = self._session(arrival, hints, request.route)
+        if session is not None:
+            demand = replace(demand, session=session)
         return Prepared(
             route=request.route,
             hints=hints,
@@ -59,6 +68,7 @@ class Preparation:
             model=request.model,
             max_tokens=request.max_tokens,
             gateway_id=_gateway_id(arrival),
+            new_session=new_session,
             stages=stage.taken,
         )
 
@@ -68,12 +78,23 @@ class Preparation:
         tokens = await self.tokenizers.tokenize(request)
         stage.done("tokenize")
         model = request.model or ""
-        adapter = model if self.pool.serves_adapter(model) else None
+        adapter = model if model in self.pool.adapters() else None
         prompt = _prompt_keys(request, tokens, adapter)
         for block_size in self.pool.block_sizes():
             prompt.blocks(block_size)
         stage.done("hash")
         return Demand(tokens.count, prompt, _constraints(arrival, hints, adapter), hints.preferred_taints)
+
+    def _session(self, arrival: Arrival, hints: Hints, route: Route) -> tuple[SessionKey | None, bool]:
+        """The request's session, and whether it begins with this request, so that a cookie has to say so."""
+        source = self.sessions
+        if source is None:
+            return None, False
+        found = source.find(arrival.headers, hints.session)
+        begins = found is None and source.cookie is not None
+        if begins and arrival.observes_response and route is not Route.OTHER:
+            return (hints.fairness_id or "", source.new_id()), True
+        return ((hints.fairness_id or "", found) if found is not None else None), False
 
     async def _read(self, arrival: Arrival) -> InferenceRequest:
         """Parse the request. Raises BadRequest.

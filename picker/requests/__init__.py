@@ -7,6 +7,7 @@ from picker.requests.parsing import parse_request
 from picker.requests.prompts import ChatPrompt, Prompt, TextPrompts, TokenPrompts, Truncation
 from picker.requests.request import InferenceRequest
 from picker.requests.routes import Route, route_of
+from picker.requests.sessions import SessionSource
 from picker.requests.subset import subset_hint
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "OverLimit",
     "Prompt",
     "Route",
+    "SessionSource",
     "TextPrompts",
     "TokenPrompts",
     "Truncation",

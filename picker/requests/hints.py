@@ -53,10 +53,12 @@ class HintTrust(BaseModel):
     preferred_taints: Trust = Trust.METADATA
     allow_list: Trust = Trust.METADATA
     explain: Trust = Trust.METADATA
+    fairness_id: Trust = Trust.METADATA
+    """Who may say it, can have its requests charged to anybody."""
+    session_finish: Trust = Trust.METADATA
     ttl: Trust = Trust.ACCEPT
     """A request can only shorten its own wait."""
     ttft_ms: Trust = Trust.ACCEPT
-    fairness_id: Trust = Trust.ACCEPT
     request_id: Trust = Trust.ACCEPT
     session: Trust = Trust.ACCEPT
 
@@ -93,8 +95,12 @@ class Hints:
     ttft_ms: float | None = None
     """Wanted time to first token, milliseconds."""
     fairness_id: str | None = None
+    """The tenant."""
     request_id: str | None = None
     session: str | None = None
+    """The conversation or the agent's run that the request is part of, as agents say it in headers of their own."""
+    session_finish: bool = False
+    """This request is the last of its session."""
     explain: bool = False
     consumed_headers: tuple[str, ...] = ()
     """Control headers of this request, to be removed before the upstream."""
@@ -156,7 +162,7 @@ def _name(value: Any) -> str:
     return text
 
 
-def _identity(value: Any) -> str:
+def identity(value: Any) -> str:
     """Any text names a tenant, session or request; what is long or unprintable is named by its digest."""
     text = value.strip() if isinstance(value, str) else repr(value)
     if _NAME.fullmatch(text):
@@ -269,13 +275,14 @@ _HINTS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "ttft_ms": (("x-picker-ttft-ms", "x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"), _milliseconds),
     "fairness_id": (
         ("x-picker-tenant", "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"),
-        _identity,
+        identity,
     ),
-    "request_id": (("x-request-id",), _identity),
+    "request_id": (("x-request-id",), identity),
     "session": (
-        ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id"),
-        _identity,
+        ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id", "session_id"),
+        identity,
     ),
+    "session_finish": (("x-picker-session-finish",), _flag),
     "explain": (("x-picker-explain",), _flag),
 }
 

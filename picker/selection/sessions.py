@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 # The name of a session: the tenant that it belongs to ("" where tenants are not told apart), and its id. Another
@@ -18,9 +18,8 @@ class SessionStats:
     started: int = 0
     kept: int = 0
     moved: int = 0
-    finished: int = 0
-    expired: int = 0
-    evicted: int = 0
+    # By cause: finished, expired, evicted.
+    ended: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Sessions:
             self.stats.started += 1
             if len(self._last) >= self.max_sessions:
                 self._last.popitem(last=False)
-                self.stats.evicted += 1
+                self.stats.ended["evicted"] += 1
         elif last[0] == uid:
             self.stats.kept += 1
         else:
@@ -68,7 +67,7 @@ class Sessions:
     def finish(self, session: SessionKey) -> None:
         """The session is over: forget it. Unknown ones are none."""
         if self._last.pop(session, None) is not None:
-            self.stats.finished += 1
+            self.stats.ended["finished"] += 1
             self.stats.known = len(self._last)
 
     def expire(self, now: float) -> None:
@@ -78,5 +77,5 @@ class Sessions:
             if at + self.ttl > now:
                 break
             del self._last[session]
-            self.stats.expired += 1
+            self.stats.ended["expired"] += 1
         self.stats.known = len(self._last)

@@ -14,6 +14,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StringConstraints,
+    field_validator,
     model_validator,
 )
 
@@ -21,6 +23,8 @@ from picker.requests.hints import HintTrust
 from picker.requests.limits import BodyLimits
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+# What RFC 9110 calls a token: the name of a header or of a cookie.
+SessionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
 
 
 class Section(BaseModel):
@@ -241,6 +245,40 @@ class QueueSettings(Section):
     )
 
 
+class SessionSettings(Section):
+    """Sending the requests of a session where the last one went: what is known of it lasts beyond the caches."""
+
+    affinity: Literal["off", "prefer", "sticky"] = Field(
+        "off",
+        description="`prefer`: leaving the session's endpoint costs `selection.session_tokens` of the policy, so it is"
+        " left when it is worth it. `sticky`: it is left only when it cannot take the request.",
+    )
+    header: SessionName | None = Field(
+        None,
+        description="Request header that says the session, beside those of known agents (the hint `session`).",
+    )
+    cookie: SessionName | None = Field(
+        None,
+        description="Cookie that says the session, and that Picker sets where none is said. Needs a gateway that sends"
+        " responses through Picker; the Envoy of the chart does not.",
+    )
+    ttl: PositiveFloat = Field(1800.0, description="Seconds without a request after which one is forgotten.")
+    max_sessions: PositiveInt = Field(
+        100_000, description="Sessions remembered; past it those used least lately go."
+    )
+
+    @field_validator("header")
+    @classmethod
+    def _as_headers_arrive(cls, header: str | None) -> str | None:
+        return header.lower() if header is not None else None
+
+    @model_validator(mode="after")
+    def _names_serve_something(self) -> SessionSettings:
+        if self.affinity == "off" and (self.header or self.cookie):
+            raise ValueError("header and cookie have no effect while affinity is off")
+        return self
+
+
 class LogSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="`debug` writes one line for each decision."
@@ -278,5 +316,6 @@ class Settings(Section):
     tokens: TokenSettings = TokenSettings()
     kvcache: KvCacheSettings = KvCacheSettings()
     queue: QueueSettings = QueueSettings()
+    sessions: SessionSettings = SessionSettings()
     log: LogSettings = LogSettings()
     telemetry: TelemetrySettings = TelemetrySettings()

@@ -361,6 +361,21 @@ ROOM_METRICS = (
     _of_room(
         "predicted_index", "expired", "picker_predicted_expired_blocks_total", "Predictions that ran out."
     ),
+    _of_room("sessions", "known", "picker_sessions", "Sessions whose endpoint is remembered."),
+    _of_room("sessions", "started", "picker_sessions_started_total", "Sessions that began."),
+    _of_room(
+        "sessions", "kept", "picker_session_requests_kept_total", "Requests sent where their session was."
+    ),
+    _of_room(
+        "sessions", "moved", "picker_session_requests_moved_total", "Requests sent elsewhere than that."
+    ),
+    _of_room(
+        "sessions",
+        "ended",
+        "picker_sessions_ended_total",
+        "Sessions forgotten: finished by a request, expired, or evicted for others.",
+        "cause",
+    ),
     _of_room(
         "accuracy",
         "verdicts",

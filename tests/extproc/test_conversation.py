@@ -461,6 +461,20 @@ def test_the_response_headers_are_left_alone() -> None:
     assert reply.ByteSize() <= 4  # an empty answer
 
 
+def test_what_is_to_be_added_to_the_response_goes_beside_what_is_there() -> None:
+    driver = Driver()
+    driver.ask(*upload(b"{}"))
+    cookie = (("set-cookie", "a=1; Path=/"), ("set-cookie", "b=2"))
+    driver.forward(response_headers=cookie)
+    driver.replies.clear()
+    driver.feed(messages.response_headers(200, headers=[("set-cookie", "theirs=3")]))
+    (reply,) = driver.replies
+    assert set_header_values(reply) == {"set-cookie": ["a=1; Path=/", "b=2"]}
+    mutation = reply.response_headers.response.header_mutation
+    assert {option.append_action for option in mutation.set_headers} == {0}, "APPEND_IF_EXISTS_OR_ADD"
+    assert not mutation.remove_headers
+
+
 def test_each_chunk_goes_back_to_the_end() -> None:
     driver = routed()
     chunks = [b"data: %d\n\n" % n for n in range(20)]

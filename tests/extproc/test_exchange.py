@@ -97,8 +97,12 @@ def test_a_request_that_was_served_elsewhere_says_nothing_of_speed() -> None:
     fleet.submit("only", 3000)
     released = fleet.released[-1]
     (other,) = [each for each in released.decision.candidates if each is not released.decision.chosen][:1]
+    moves = []
+    exchanges.on_moved = lambda work, endpoint: moves.append((work, endpoint))
     exchange = exchanges.begin(released, observes_response=True, last_block=None)
+    exchange.served(released.decision.endpoint.spec.authority)
     exchange.served(other.endpoint.spec.authority)
+    assert moves == [(released, other.endpoint)]
     exchange.prefilled(fleet.now + 1.0)
     assert [exchanges.accounts.of(fleet.engine(name)).timed for name in "ab"] == [0, 0]
 

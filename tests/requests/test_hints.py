@@ -26,6 +26,7 @@ HEADERS = [
     ("x-picker-preferred-taints", "spot=-0.5, zone=b=2"),
     ("x-picker-allowed-endpoints", "a, b"),
     ("x-picker-explain", "true"),
+    ("x-picker-session-finish", "1"),
     ("x-picker-ttl-ms", "1500"),
     ("x-picker-ttft-ms", "250"),
     ("x-picker-tenant", "acme"),
@@ -50,6 +51,7 @@ EXPECTED = Hints(
     fairness_id="acme",
     request_id="r-1",
     session="s-1",
+    session_finish=True,
     consumed_headers=tuple(name for name, _ in HEADERS if name not in ("x-request-id", "session-id")),
 )
 
@@ -63,7 +65,6 @@ def test_by_default_no_header_promotes_or_steers() -> None:
     assert hints == Hints(
         ttl=1.5,
         ttft_ms=250.0,
-        fairness_id="acme",
         request_id="r-1",
         session="s-1",
         consumed_headers=EXPECTED.consumed_headers,
@@ -103,7 +104,7 @@ def test_metadata_counts_and_goes_before_headers() -> None:
 
 def test_the_first_of_repeated_headers_counts() -> None:
     headers = [("x-picker-tenant", "one"), ("x-picker-tenant", "two")]
-    hints = parse_hints(headers, {})
+    hints = parse_hints(headers, {}, ACCEPT_ALL)
     assert (hints.fairness_id, hints.consumed_headers) == ("one", ("x-picker-tenant",))
 
 
@@ -176,12 +177,13 @@ def test_absurd_numbers_are_clamped() -> None:
 def test_names_of_clients_are_bounded_and_printable() -> None:
     long, strange = "t" * 10_000, "a\nb\x1b[31m"
     for text in (long, strange):
-        hints = parse_hints([("x-picker-tenant", text), ("x-request-id", text)], {})
+        hints = parse_hints([("x-picker-tenant", text), ("x-request-id", text)], {}, ACCEPT_ALL)
         assert hints.fairness_id is not None
         assert hints.fairness_id.isprintable()
         assert len(hints.fairness_id) < 64
         assert hints.fairness_id == hints.request_id
-    assert parse_hints([("x-picker-tenant", long)], {}) != parse_hints([("x-picker-tenant", long + "t")], {})
+    one, other = (parse_hints([("x-picker-tenant", each)], {}, ACCEPT_ALL) for each in (long, long + "t"))
+    assert one != other
 
 
 @pytest.mark.parametrize(
@@ -232,3 +234,21 @@ def test_any_hints_are_read_or_refused(headers: list[tuple[str, str]], metadata:
         assert set(hints.consumed_headers) <= {name for name, _ in headers}
     else:
         assert refused.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id", "session_id"],
+)
+def test_the_headers_of_known_agents_say_the_session_and_go_on_to_the_engine(name: str) -> None:
+    hints = parse_hints([(name, "run-7")], {})
+    assert (hints.session, hints.fairness_id, hints.consumed_headers) == ("run-7", None, ())
+
+
+def test_no_client_is_another_tenant_unless_clients_are_trusted() -> None:
+    claimed = [("x-picker-tenant", "victim"), ("x-llm-d-inference-fairness-id", "victim")]
+    assert parse_hints(claimed, {}).fairness_id is None
+    assert parse_hints(claimed, {"picker": {"fairness_id": "honest"}}).fairness_id == "honest"
+    trusting = HintTrust(fairness_id=Trust.ACCEPT)
+    assert parse_hints(claimed, {}, trusting).fairness_id == "victim"
+    assert parse_hints(claimed, {"picker": {"fairness_id": "honest"}}, trusting).fairness_id == "honest"

@@ -48,7 +48,11 @@ class TestMemory:
         sessions.expire(18.999)
         assert sessions.endpoint_of(ALICE) == "a"
         sessions.expire(19.0)
-        assert (sessions.endpoint_of(ALICE), sessions.stats.expired, sessions.stats.known) == (None, 2, 0)
+        assert (sessions.endpoint_of(ALICE), sessions.stats.ended["expired"], sessions.stats.known) == (
+            None,
+            2,
+            0,
+        )
 
     def test_the_one_used_least_lately_makes_room(self) -> None:
         sessions = Sessions(max_sessions=2)
@@ -56,14 +60,14 @@ class TestMemory:
             sessions.sent(session, "a", float(number))
         assert sessions.endpoint_of(BOB) is None
         assert sessions.endpoint_of(ALICE) == "a"
-        assert (sessions.stats.known, sessions.stats.evicted) == (2, 1)
+        assert (sessions.stats.known, sessions.stats.ended["evicted"]) == (2, 1)
 
     def test_a_finished_session_is_forgotten_and_may_begin_anew(self) -> None:
         sessions = Sessions()
         sessions.sent(ALICE, "a", 0.0)
         sessions.finish(ALICE)
         sessions.finish(ALICE)
-        assert (sessions.endpoint_of(ALICE), sessions.stats.finished) == (None, 1)
+        assert (sessions.endpoint_of(ALICE), sessions.stats.ended["finished"]) == (None, 1)
         sessions.sent(ALICE, "b", 1.0)
         assert (sessions.endpoint_of(ALICE), sessions.stats.started) == ("b", 2)
 

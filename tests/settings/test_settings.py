@@ -54,6 +54,15 @@ def test_a_list_is_a_list_in_the_file_and_has_commas_elsewhere(tmp_path: Path) -
     assert load_settings(file, environ).extproc.tls.client_names == ("gateway.example", "other.example")
 
 
+def test_a_session_header_is_named_as_headers_arrive_and_names_serve_something() -> None:
+    flags = {"sessions.affinity": "prefer", "sessions.header": "X-Chat-ID", "sessions.cookie": "Picker"}
+    settings = load_settings(flags=flags)
+    assert (settings.sessions.header, settings.sessions.cookie) == ("x-chat-id", "Picker")
+    assert "no effect while affinity is off" in failure(flags={"sessions.header": "x-chat"})
+    for name in ("a b", "a=b", "a;", "x" * 129, "é"):
+        assert "sessions-cookie" in failure(flags={**flags, "sessions.cookie": name})
+
+
 def test_a_check_of_clients_that_would_not_take_place_is_refused(tmp_path: Path) -> None:
     """Whoever asks for client certificates must not get a port that anybody may use."""
     ca = {"extproc.tls.mode": "self-signed", "extproc.tls.client_ca_file": "ca.crt"}

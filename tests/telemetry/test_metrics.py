@@ -28,6 +28,7 @@ from picker.pool.pool import PoolStats
 from picker.pool.scraper import ScraperStats
 from picker.pool.static_file import PoolFileStats
 from picker.queueing.fairness import Gap
+from picker.selection.sessions import SessionStats
 from picker.telemetry import ClassStats, EndpointStats, Telemetry
 from picker.telemetry.catalogue import CATALOGUE, HISTOGRAMS, ROOM_METRICS, STAGES, Kind
 from picker.telemetry.logs import LogStats
@@ -59,6 +60,7 @@ ROOMS = {
     "fairness": Gap,
     "fairness_worst": Gap,
     "recording": RecordingStats,
+    "sessions": SessionStats,
     "log": LogStats,
     "loop": LoopStats,
 }
