@@ -127,12 +127,12 @@ class Pool:
         if changed:
             self._announce(PoolChange(changed=tuple(changed)))
 
-    def serves_adapter(self, model: str) -> bool:
-        """Does any engine report this model as a LoRA adapter of its own?"""
+    def adapters(self) -> frozenset[str]:
+        """The models that any engine reports as a LoRA adapter of its own."""
         if self._adapters is None:
             reports = (endpoint.report for endpoint in self)
             self._adapters = frozenset().union(*(report.adapters for report in reports if report))
-        return model in self._adapters
+        return self._adapters
 
     def learn_block_size(self, endpoint: Endpoint, block_size: int) -> None:
         """KV events tell the size of the blocks that the engine really uses."""

@@ -51,9 +51,20 @@ class PromptKeys:
         return cls([len(ids) for ids in prompts], make)
 
     @classmethod
+    def of_keys(cls, lengths: Sequence[int], keys: Mapping[int, tuple[Sequence[int], ...]]) -> PromptKeys:
+        """Keys that were made elsewhere, by block size; in any other size nothing can be matched."""
+        prompt = cls(lengths, lambda block_size: tuple(() for _ in lengths))
+        prompt._keys.update(keys)
+        return prompt
+
+    @classmethod
     def unknown(cls) -> PromptKeys:
         """No token ids are known: nothing can be matched."""
         return cls((), lambda block_size: ())
+
+    def known(self) -> Mapping[int, tuple[Sequence[int], ...]]:
+        """The keys that have been made so far, by block size."""
+        return self._keys
 
     def blocks(self, block_size: int) -> tuple[Sequence[int], ...]:
         """The keys of each prompt's full blocks."""

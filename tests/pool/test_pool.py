@@ -97,7 +97,7 @@ def test_reports_are_news_only_where_they_change_who_may_be_chosen() -> None:
     assert not heard
     pool.report("a", EngineReport(at=2.0, adapters=frozenset({"lora"}), max_adapters=2))
     assert len(heard) == 1
-    assert pool.serves_adapter("lora")
+    assert pool.adapters() == {"lora"}
     pool.report("a", EngineReport(at=3.0, adapters=frozenset({"lora"}), max_adapters=1))
     assert len(heard) == 2, "there is no room for another adapter any more"
     assert pool.report("gone", EngineReport(at=1.0)) is None
