@@ -40,9 +40,9 @@ class NothingCached:
 class FirstFree(Selector):
     """Takes the first endpoint, so that an arbitration is measured without the choice."""
 
-    def choose(self, demand: Demand, mask: int, weights: CostWeights, *, waiting: bool = False) -> Decision:
+    def choose(self, demand: Demand, mask: int, weights: CostWeights, **options: object) -> Decision:
         endpoint = self.pool.in_mask(mask & -mask)[0]
-        return Decision(Candidate(endpoint, 0, demand.raw_tokens, 0, 0, 0.0), [], NOBODY_REFUSED)
+        return Decision(Candidate(endpoint, 0, demand.raw_tokens, 0, 0, 0.0, 0.0, 0.0), [], NOBODY_REFUSED)
 
 
 class Bench:
@@ -121,11 +121,13 @@ def fastest(measure: Callable[[], float], samples: int = 500) -> float:
         gc.enable()
 
 
-def arbitration(classes: int, cost: int, quantum: int, lanes: int = 1, order: str = "fcfs") -> float:
-    """Seconds of one poll that dispatches one request, on one endpoint, with about 1,000 waiting."""
+def arbitration(
+    classes: int, cost: int, quantum: int, lanes: int = 1, order: str = "fcfs", waiting: int = 1000
+) -> float:
+    """Seconds of one poll that dispatches one request, on one endpoint, with about so many waiting."""
     bench = Bench([policy_class(number, quantum, order) for number in range(classes)], 1, selector=FirstFree)
     kinds = [Constraints(allow=(frozenset({"e0", str(kind)}),)) for kind in range(lanes)]
-    for number in range(max(1000, 3 * classes, lanes)):
+    for number in range(max(waiting, 3 * classes, lanes)):
         bench.queue.submit(bench.work(number, cost, kinds[number % lanes]), bench.now)
 
     numbers = count()
