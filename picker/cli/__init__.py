@@ -31,6 +31,10 @@ COMMANDS = {
         "picker.simulation.mock_command:mock_engine_command",
         "Run a mock vLLM server, without a GPU.",
     ),
+    "simulate": (
+        "picker.simulation.experiments.simulate_command:simulate",
+        "Try policies on a workload in virtual time.",
+    ),
     "replay": (
         "picker.simulation.replay_command:replay_command",
         "Send the requests of a recording to a live gateway.",

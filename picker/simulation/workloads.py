@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -266,36 +266,6 @@ class SharedPrefix:
             for index, at in enumerate(times)
         ]
         return Workload(f"shared-prefix-{rate:g}", self.block_size, arrivals)
-
-
-def with_tenants(workload: Workload, rates: Mapping[str, float], *, seed: int = 0) -> Workload:
-    """Give each prefix tree of a workload to one tenant, drawn by the rates.
-
-    A prefix tree is all that shares its second block (in the conversation trace nearly all share the first);
-    a request without blocks is a tree of its own. Whoever shows a figure of the result has to say that its
-    tenants were joined to it.
-    """
-    source = random.Random(seed)
-    names, weights = list(rates), list(rates.values())
-    owners: dict[int, str] = {}
-    arrivals = []
-    for arrival in workload.arrivals:
-        root = arrival.blocks[min(1, len(arrival.blocks) - 1)] if arrival.blocks else None
-        tenant = owners.get(root) if root is not None else None
-        if tenant is None:
-            tenant = source.choices(names, weights)[0]
-            if root is not None:
-                owners[root] = tenant
-        arrivals.append(replace(arrival, tenant=tenant))
-    return replace(workload, name=f"{workload.name}+tenants", arrivals=arrivals)
-
-
-def with_classes(workload: Workload, class_of: Callable[[Arrival], str]) -> Workload:
-    """Name the policy class of each arrival."""
-    return replace(
-        workload,
-        arrivals=[replace(arrival, policy_class=class_of(arrival)) for arrival in workload.arrivals],
-    )
 
 
 def _sorted(name: str, block_size: int, arrivals: list[Arrival]) -> Workload:

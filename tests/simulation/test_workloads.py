@@ -18,8 +18,6 @@ from picker.simulation.workloads import (
     read_mooncake,
     read_servegen,
     read_vtc,
-    with_classes,
-    with_tenants,
 )
 
 
@@ -106,19 +104,6 @@ def test_shared_prefixes_are_shared_inside_a_group_only() -> None:
     assert len(stage.arrivals) == 50
     assert stage.arrivals[0].blocks == prompts[4]
     assert stage.arrivals[2].blocks == prompts[0]
-
-
-def test_a_prefix_tree_stays_with_one_tenant() -> None:
-    work = Workload(
-        "w", 4, [Arrival(float(i), 12, 1, [0, i % 5, 100 + i]) for i in range(100)] + [Arrival(200.0, 1, 1)]
-    )
-    joined = with_tenants(work, {"a": 1.0, "b": 1.0}, seed=2)
-    owners = {(arrival.blocks[1], arrival.tenant) for arrival in joined.arrivals if arrival.blocks}
-    assert len(owners) == 5
-    assert {tenant for _, tenant in owners} <= {"a", "b"}
-    assert joined.name == "w+tenants"
-    named = with_classes(joined, lambda arrival: f"class-{arrival.tenant}")
-    assert {arrival.policy_class for arrival in named.arrivals} <= {"class-a", "class-b"}
 
 
 def test_head_and_faster() -> None:
