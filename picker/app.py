@@ -35,6 +35,7 @@ from picker.kvcache.asking import SourceAsking
 from picker.kvcache.index import KvIndex
 from picker.kvcache.predicted import CombinedIndex, PredictedIndex
 from picker.kvcache.sources import KvEvents
+from picker.kvcache.sweeper import Sweeper
 from picker.policy import Policy, PolicyError
 from picker.policy.reload import PolicyFile, diff_policies
 from picker.pool.calibration import Calibration
@@ -107,6 +108,8 @@ class App:
         self.predicted = PredictedIndex()
         # An engine that restarted or was reset has nothing of what was sent to it before either.
         self.index.on_cleared = self.predicted.drop
+        self.sweeper = Sweeper(self.index.sweep, lambda limit: self.predicted.sweep(self.clock(), limit))
+        self.index.on_fading = self.predicted.on_fading = self.sweeper.start
         self.kv_events: KvEvents[Endpoint] = KvEvents(
             self.index, on_block_size=lambda endpoint, size: self.pool.learn_block_size(endpoint, size)
         )
@@ -458,7 +461,7 @@ class App:
     async def _housekeeping(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
-            self.predicted.expire(self.clock())
+            self.sweeper.start()
             self.sessions.expire(self.clock())
             self.exchanges.forget_reaped()
             self.pool.mark_stale(self.scraper.stale())

@@ -139,8 +139,10 @@ class EngineBlocks:
             self._index.drop(self.slot)
 
     def _forget(self) -> None:
-        self._keys.clear()
-        self._places.clear()
+        self._index.throw_away(self._keys)
+        for place in self._places.values():
+            self._index.throw_away(place.copies)
+        self._keys, self._places = {}, {}
         self._held = 0
         self._parked.clear()
         self._parked_blocks = 0

@@ -79,6 +79,17 @@ def match_on_device(keys: Iterable[int], mask: int, device: Mapping[int, int]) -
     return matches
 
 
+def match_slot(keys: Iterable[int], held: Mapping[int, int]) -> PrefixMatch | None:
+    """As `match_prefixes` for one slot, by its own blocks. `held`: key -> bits of tiers."""
+    counts = [0, 0, 0]
+    for key in keys:
+        tiers = held.get(key)
+        if tiers is None:
+            break
+        counts[(tiers & -tiers).bit_length() - 1] += 1
+    return PrefixMatch(*counts) if any(counts) else None
+
+
 def _match_in_tiers(
     keys: Iterable[int],
     mask: int,

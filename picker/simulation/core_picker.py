@@ -78,7 +78,7 @@ class CorePicker:
         self._serial = count()
 
     def arrive(self, now: float, arrival: Arrival) -> Iterable[Dispatch]:
-        self.predicted.expire(now)
+        self.predicted.sweep(now)
         if now - self._scraped_at >= _SCRAPE_SECONDS:
             self._scrape(now)
         work = self._work(now, arrival)

@@ -42,7 +42,9 @@ class PlainIndex:
 
 def leftovers(index: KvIndex) -> list[str]:
     """Names of the index's containers that still hold something: an empty index must not grow in secret."""
-    containers = {name: value for name, value in vars(index).items() if isinstance(value, dict | tuple)}
+    containers = {
+        name: value for name, value in vars(index).items() if isinstance(value, dict | tuple | list)
+    }
     return [name for name, value in containers.items() if value and value != ({}, {}, {})]
 
 
@@ -57,14 +59,19 @@ STEPS = st.one_of(
     st.tuples(st.just("add"), SLOTS, PIECES, st.sampled_from(Tier)),
     st.tuples(st.just("remove"), SLOTS, PIECES, st.sampled_from(Tier)),
     st.tuples(st.sampled_from(["clear", "drop"]), SLOTS, st.just([]), st.just(Tier.DEVICE)),
+    st.tuples(st.just("sweep"), st.integers(0, 4), st.just([]), st.just(Tier.DEVICE)),
 )
 
 
+@pytest.mark.parametrize("fades", [False, True], ids=["at once", "bit by bit"])
 @given(st.lists(STEPS, max_size=40), st.sets(SLOTS))
 def test_it_equals_a_set_of_what_each_slot_holds(
-    steps: list[tuple[str, int, list[int], Tier]], asked: set[int]
+    fades: bool, steps: list[tuple[str, int, list[int], Tier]], asked: set[int]
 ) -> None:
-    index, model = KvIndex(), PlainIndex()
+    """Also while blocks fade that were dropped: nobody can tell that they are still there."""
+    model, told = PlainIndex(), list[None]()
+    index = KvIndex(on_fading=(lambda: told.append(None)) if fades else None)
+    mask = sum(1 << slot for slot in asked)
     for step, slot, keys, tier in steps:
         if step == "add":
             index.add(slot, keys, PARENTS[keys[0]], tier)
@@ -72,27 +79,49 @@ def test_it_equals_a_set_of_what_each_slot_holds(
         elif step == "remove":
             index.remove(slot, keys, tier)
             model.held -= {(slot, key, tier) for key in keys}
+        elif step == "sweep":
+            index.sweep(slot)
         else:
             index.clear(slot) if step == "clear" else index.drop(slot)
             model.held = {entry for entry in model.held if entry[0] != slot}
-        assert len(index) == len({key for _slot, key, _tier in model.held})
+        present = {key for _slot, key, _tier in model.held}
+        assert len(index) == len(present)
         assert index.blocks_of(slot) == len({key for holder, key, _tier in model.held if holder == slot})
-    mask = sum(1 << slot for slot in asked)
-    for keys in CHAINS:
-        assert index.find_matches(keys, mask) == model.find_matches(keys, asked)
+        for key, parent in PARENTS.items():
+            assert (key in index) == (key in present)
+            assert index.parent(key) == (parent if key in present else None)
+            assert index.holds(slot, key, tier) == ((slot, key, tier) in model.held)
+        for chain in CHAINS:
+            assert index.find_matches(chain, mask) == model.find_matches(chain, asked)
     for slot in {slot for slot, _key, _tier in model.held}:
         index.drop(slot)
+    if fades:
+        while index.sweep(1):
+            assert told
     assert not leftovers(index)
 
 
-@given(st.lists(st.tuples(SLOTS, st.sampled_from(CHAINS), st.integers(1, 5)), max_size=20), st.integers(1, 9))
-def test_a_bounded_index_only_forgets_tails(stores: list[tuple[int, list[int], int]], bound: int) -> None:
-    index, model = KvIndex(max_blocks=bound), PlainIndex()
-    for slot, keys, length in stores:
+@given(
+    st.lists(
+        st.tuples(SLOTS, st.sampled_from(CHAINS), st.integers(1, 5), st.sampled_from([None, 0, 2])),
+        max_size=20,
+    ),
+    st.integers(1, 9),
+)
+def test_a_bounded_index_only_forgets_tails(
+    stores: list[tuple[int, list[int], int, int | None]], bound: int
+) -> None:
+    """What fades counts towards the bound and goes first; with a number, the slot is dropped and partly swept."""
+    index, model = KvIndex(max_blocks=bound, on_fading=lambda: None), PlainIndex()
+    for slot, keys, length, swept in stores:
+        if swept is not None:
+            index.drop(slot)
+            index.sweep(swept)
+            model.held = {entry for entry in model.held if entry[0] != slot}
         index.add(slot, keys[:length], ROOT)
         model.held |= {(slot, key, Tier.DEVICE) for key in keys[:length]}
         assert len(index) <= bound
-    for _slot, keys, length in stores:
+    for _slot, keys, length, _swept in stores:
         kept = [key in index for key in keys[:length]]
         assert kept == sorted(kept, reverse=True)
     for keys in CHAINS:
@@ -101,6 +130,8 @@ def test_a_bounded_index_only_forgets_tails(stores: list[tuple[int, list[int], i
             assert match.blocks <= truth[slot].blocks
     for slot in (0, 1, 5, 64, 130):
         index.drop(slot)
+    while index.sweep(3):
+        pass
     assert not leftovers(index)
 
 
@@ -201,3 +232,27 @@ def test_a_cleared_slot_is_told_of_and_a_dropped_one_is_not() -> None:
     index.clear(3)
     index.drop(3)
     assert heard == [3]
+
+
+def test_forgetting_a_slot_is_left_to_the_sweep() -> None:
+    keys = block_keys(range(10), 1)
+    told: list[int] = []
+    index = KvIndex(on_fading=lambda: told.append(len(index)))
+    index.add(0, keys, ROOT)
+    index.throw_away(dict.fromkeys(keys, 1))
+    index.drop(0)
+    assert len(told) == 2
+    # Ten blocks and a table of ten, four at a time.
+    assert [index.sweep(4) for _ in range(5)] == [True, True, True, True, False]
+    assert not leftovers(index)
+
+
+def test_what_fades_goes_before_what_is_held() -> None:
+    index = KvIndex(max_blocks=6, on_fading=lambda: None)
+    faded, old, new = (block_keys(range(start, start + 3), 1) for start in (0, 100, 200))
+    index.add(0, old, ROOT)
+    index.add(1, faded, ROOT)
+    index.drop(1)
+    index.add(0, new, ROOT)
+    assert index.find_matches(old, 1) == index.find_matches(new, 1) == {0: PrefixMatch(3)}
+    assert index.stats.evicted == 0
