@@ -33,7 +33,7 @@ from picker.extproc.usage import Usage
 from picker.kvcache.accuracy import AccuracyTracker, Cause
 from picker.kvcache.asking import SourceAsking
 from picker.kvcache.index import KvIndex
-from picker.kvcache.predicted import CombinedIndex, PredictedIndex
+from picker.kvcache.predicted import CombinedIndex, PredictedIndex, Prediction
 from picker.kvcache.sources import KvEvents
 from picker.kvcache.sweeper import Sweeper
 from picker.policy import Policy, PolicyError
@@ -166,6 +166,7 @@ class App:
             self.dispatcher.kick,
             on_usage=self._take_usage,
             on_moved=self._take_move,
+            predicted=self.predicted,
         )
         self.index.on_stored = self.exchanges.block_stored
         self.recording = _recording(settings.telemetry, self.clock)
@@ -220,7 +221,9 @@ class App:
             clock=self.clock,
         )
         self.access_log = AccessLogService(
-            lambda request_id, upstream, status, first_byte, last_byte: self.exchanges.logged(request_id),
+            lambda request_id, upstream, status, first_byte, last_byte: self.exchanges.logged(
+                request_id, 0 < status < 400
+            ),
             client_names=frozenset(settings.extproc.tls.client_names),
         )
         self._fill_sources()
@@ -394,21 +397,22 @@ class App:
             block_size = min(self.pool.block_sizes(), default=self.pool.default_block_size)
             self.recording.take(work, outcome, output_tokens, block_size)
 
-    def _predict(self, released: Released, prompt: PromptKeys) -> None:
+    def _predict(self, released: Released, prompt: PromptKeys) -> list[Prediction]:
         """The endpoint will hold this prompt soon: a bridge until its events say so, or all there is without."""
         endpoint = released.decision.endpoint
         settings = self.settings.kvcache
         has_events = self.kv_events.is_connected(endpoint.spec.uid)
         capacity = endpoint.report.num_blocks if endpoint.report else None
-        for keys in prompt.blocks(endpoint.block_size or self.pool.default_block_size):
-            if keys:
-                self.predicted.predict(
-                    endpoint.slot,
-                    keys,
-                    self.clock(),
-                    ttl=settings.bridge_ttl if has_events else settings.predicted_ttl,
-                    capacity=capacity or _UNKNOWN_CAPACITY,
-                )
+        return [
+            self.predicted.predict(
+                endpoint.slot,
+                keys,
+                self.clock(),
+                ttl=settings.bridge_ttl if has_events else settings.predicted_ttl,
+                capacity=capacity or _UNKNOWN_CAPACITY,
+            )
+            for keys in prompt.blocks(endpoint.block_size or self.pool.default_block_size)
+        ]
 
     def _take_move(self, released: Released, endpoint: Endpoint) -> None:
         """The gateway served a request elsewhere than where it was sent: its session is there now."""

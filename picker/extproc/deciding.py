@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -15,6 +15,7 @@ from picker.extproc.exchange import Exchanges
 from picker.extproc.handler import Facts, Refused
 from picker.extproc.handover import Answer, Placed, Prepared
 from picker.extproc.stages import StageClock, Stages
+from picker.kvcache.predicted import Prediction
 from picker.policy.model import CostWeights, PolicyClass
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work
 from picker.requests import Hints, Route
@@ -68,7 +69,7 @@ class Deciding:
     clock: Callable[[], float]
     settings: DecidingSettings = field(default_factory=DecidingSettings)
     observe: Mapping[str, Callable[[float], None]] = field(default_factory=dict)
-    on_sent: Callable[[Released, PromptKeys], None] = lambda released, prompt: None
+    on_sent: Callable[[Released, PromptKeys], Sequence[Prediction]] = lambda released, prompt: ()
     on_cost: Callable[[float], None] = lambda seconds: None
     objectives: Mapping[str, int] = field(default_factory=dict)
     _prefix: str = field(default_factory=lambda: uuid4().hex[:12])
@@ -168,7 +169,7 @@ class Deciding:
         headers = [(REQUEST_ID_HEADER, work.id)]
         if self.settings.shadow:
             return Placed(None, exchange, tuple(headers))
-        self.on_sent(released, prompt)
+        exchange.predictions = self.on_sent(released, prompt)
         self._finish_session(prepared)
         if endpoint.spec.shares_port:
             headers.append((RANK_HEADER, str(endpoint.spec.rank)))

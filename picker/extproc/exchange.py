@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from picker.extproc.endpoint_accounts import EndpointAccounts
 from picker.extproc.usage import Usage
+from picker.kvcache.predicted import PredictedIndex, Prediction
 from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Booking, Ledger
@@ -42,6 +43,8 @@ class RoutedExchange:
     output_tokens: int | None = None
     # The end of its prefill has been seen.
     timed: bool = False
+    # What is taken to be cached because of it, until there is a sign that it got there.
+    predictions: Sequence[Prediction] = ()
 
     def served(self, authority: str) -> None:
         """The gateway fell back to another endpoint of the list: the booking follows."""
@@ -52,9 +55,12 @@ class RoutedExchange:
             if candidate.endpoint.spec.authority == authority:
                 self.booking = self.book.ledger.move(self.booking, candidate.endpoint, self.book.clock())
                 self.book.on_moved(self.released, candidate.endpoint)
+                self.missed()
                 return
 
-    def answered(self) -> None:
+    def answered(self, ok: bool) -> None:
+        if ok:
+            self.reached()
         self.book.ledger.prefill_done(self.booking)
         self.book.kick()
 
@@ -63,7 +69,7 @@ class RoutedExchange:
         if not self.timed:
             self.timed = True
             self.book.time(self, at - self.released.booking.booked_at)
-        self.answered()
+        self.answered(True)
 
     def finished(self, delivered: bool, usage: Usage | None) -> None:
         """The ext_proc stream is over. That is the request's end where responses pass through it, or if the
@@ -78,6 +84,18 @@ class RoutedExchange:
         else:
             return
         self.book.end(self)
+
+    def reached(self) -> None:
+        """The endpoint has served it: what was predicted of it stands."""
+        for prediction in self.predictions:
+            self.book.predicted.confirm(prediction)
+        self.predictions = ()
+
+    def missed(self) -> None:
+        """There will be no sign any more that the endpoint has served it."""
+        for prediction in self.predictions:
+            self.book.predicted.retract(prediction)
+        self.predictions = ()
 
     def _report(self, usage: Usage | None) -> None:
         if usage is not None:
@@ -100,6 +118,8 @@ class Exchanges:
     on_moved: Callable[[Released, Endpoint], None] = lambda released, endpoint: None
     # Hears of each request once, when it is over.
     on_end: Callable[[RoutedExchange], None] = lambda exchange: None
+    # Where the exchanges' predictions are.
+    predicted: PredictedIndex = field(default_factory=PredictedIndex)
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     accounts: EndpointAccounts = field(init=False)
     _open: dict[str, RoutedExchange] = field(default_factory=dict)
@@ -160,15 +180,17 @@ class Exchanges:
             account.observed_ttft += seconds
         self.calibration.observe(chosen.endpoint.slot, ahead, seconds)
 
-    def logged(self, request_id: str) -> None:
-        """The gateway's access log: a request is over. Its first byte upstream is that of the headers, which tells
-        nothing of the prefill.
+    def logged(self, request_id: str, ok: bool) -> None:
+        """The gateway's access log: a request is over. ok: with an answer that is no error. Its first byte upstream
+        is that of the headers, which tells nothing of the prefill.
         """
         exchange = self._open.get(request_id) or self._by_gateway_id.get(request_id)
         if exchange is None:
             self.stats.unknown_access_log_entries += 1
             return
         self.stats.ended_by_access_log += 1
+        if ok:
+            exchange.reached()
         self.end(exchange)
 
     def forget_reaped(self) -> None:
@@ -191,5 +213,6 @@ class Exchanges:
             if not waiting:
                 self._awaited.pop(awaited, None)
         self.ledger.release(exchange.booking)
+        exchange.missed()
         self.on_end(exchange)
         self.kick()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from picker.extproc.handler import Headers
 from picker.extproc.handover import Progress
@@ -29,7 +30,8 @@ class Followed:
 
     def response_headers(self, status: int, headers: Headers, served: str | None) -> None:
         """Engines send the headers of a stream at once and its first event when the prompt is read; of an answer
-        in one piece they send the headers when all of it is written, which times no prefill.
+        in one piece they send the headers when all of it is written, which times no prefill. An error may be the
+        gateway's own, and is a sign of none.
         """
         if served:
             self.progress.served(served)
@@ -37,7 +39,7 @@ class Followed:
             name == "content-type" and value.startswith("text/event-stream") for name, value in headers
         )
         if not self.streaming:
-            self.progress.answered()
+            self.progress.answered(status < HTTPStatus.BAD_REQUEST)
 
     def response_chunk(self, data: bytes) -> None:
         if self.streaming and data:

@@ -44,8 +44,8 @@ class Progress(Protocol):
     def served(self, authority: str) -> None:
         """The endpoint that the gateway says it really used."""
 
-    def answered(self) -> None:
-        """The engine has read the prompt, at the latest now."""
+    def answered(self, ok: bool) -> None:
+        """The engine has read the prompt, at the latest now; or, where it is not `ok`, will not read it any more."""
 
     def prefilled(self, at: float) -> None:
         """The engine had read the prompt at that time, and not much earlier."""

@@ -359,6 +359,12 @@ ROOM_METRICS = (
         "Blocks predicted from our own routing.",
     ),
     _of_room(
+        "predicted_index",
+        "retracted",
+        "picker_predicted_retracted_blocks_total",
+        "Predictions taken back: their requests never reached the engine.",
+    ),
+    _of_room(
         "predicted_index", "expired", "picker_predicted_expired_blocks_total", "Predictions that ran out."
     ),
     _of_room("sessions", "known", "picker_sessions", "Sessions whose endpoint is remembered."),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from picker.extproc.exchange import Exchanges
+from picker.extproc.following import Followed
+from picker.kvcache.keys import block_keys
 from picker.policy.model import PolicyClass
 from picker.pool.calibration import Calibration
 from picker.pool.endpoint import EngineReport
@@ -57,14 +63,14 @@ def test_of_a_client_that_left_before_our_answer_was_taken_up() -> None:
     for gateway_id in ("first", "same", "same"):
         fleet.submit("only")
         exchanges.begin(fleet.released[-1], observes_response=False, last_block=None, gateway_id=gateway_id)
-    exchanges.logged("first")
-    exchanges.logged("first")
-    exchanges.logged("nobody")
+    exchanges.logged("first", True)
+    exchanges.logged("first", True)
+    exchanges.logged("nobody", True)
     assert (len(exchanges), exchanges.stats.unknown_access_log_entries) == (2, 2)
     assert fleet.ledger.load(0).running == 2
-    exchanges.logged("same")
+    exchanges.logged("same", True)
     for released in fleet.released:
-        exchanges.logged(released.work.id)
+        exchanges.logged(released.work.id, True)
     assert (len(exchanges), fleet.ledger.load(0).running) == (0, 0)
 
 
@@ -117,3 +123,85 @@ def test_an_account_goes_with_its_endpoint_and_burdens_no_other() -> None:
     exchanges.accounts.of(gone).timed += 1
     assert fleet.engine("b").slot == gone.slot
     assert exchanges.accounts.of(fleet.engine("b")).timed == 0
+
+
+PROMPT = block_keys(range(4), 1)
+EVENT_STREAM = [("content-type", "text/event-stream")]
+
+
+def predicting(
+    *, observes_response: bool = True, last_block: int | None = None
+) -> tuple[Exchanges, Followed]:
+    """A request on its way to an engine that is taken to have its prompt cached because of it."""
+    fleet = Fleet([PolicyClass(name="only", quantum=512)])
+    exchanges = accounted(fleet)
+    fleet.submit("only")
+    exchange = exchanges.begin(
+        fleet.released[-1], observes_response=observes_response, last_block=last_block, gateway_id="id"
+    )
+    exchange.predictions = [exchanges.predicted.predict(0, PROMPT, fleet.now, ttl=60.0, capacity=100)]
+    return exchanges, Followed(exchange, lambda: fleet.now)
+
+
+def served(exchange: Followed) -> None:
+    exchange.response_headers(200, [("content-type", "application/json")], None)
+
+
+def stream_begun(exchange: Followed) -> None:
+    """An engine's headers come before it has read the prompt."""
+    exchange.response_headers(200, EVENT_STREAM, None)
+
+
+def first_event(exchange: Followed) -> None:
+    stream_begun(exchange)
+    exchange.response_chunk(b"data: {}\n\n")
+
+
+def refused(exchange: Followed) -> None:
+    """The gateway's own answer: it could not connect."""
+    exchange.response_headers(503, [("content-type", "text/plain")], None)
+
+
+def refused_in_a_stream(exchange: Followed) -> None:
+    exchange.response_headers(429, EVENT_STREAM, None)
+
+
+def silent(exchange: Followed) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("happens", "delivered", "cached"),
+    [
+        (served, True, 4),
+        (first_event, True, 4),
+        (stream_begun, True, 0),
+        (refused, True, 0),
+        (refused_in_a_stream, True, 0),
+        (silent, True, 0),
+        (silent, False, 0),
+    ],
+)
+def test_who_was_never_served_leaves_no_prediction(
+    happens: Callable[[Followed], None], delivered: bool, cached: int
+) -> None:
+    exchanges, exchange = predicting()
+    happens(exchange)
+    exchange.finished(delivered)
+    assert exchanges.predicted.blocks_of(0) == cached
+
+
+@pytest.mark.parametrize(("was_served", "cached"), [(True, 4), (False, 0)])
+def test_the_access_log_tells_too_whether_a_request_was_served(was_served: bool, cached: int) -> None:
+    exchanges, exchange = predicting(observes_response=False)
+    exchange.finished(True)
+    assert exchanges.predicted.blocks_of(0) == 4
+    exchanges.logged("id", was_served)
+    assert exchanges.predicted.blocks_of(0) == cached
+
+
+def test_a_stored_block_shows_that_a_request_has_arrived() -> None:
+    exchanges, _ = predicting(observes_response=False, last_block=PROMPT[-1])
+    exchanges.block_stored(0, PROMPT[-1])
+    exchanges.logged("id", False)
+    assert exchanges.predicted.blocks_of(0) == 4

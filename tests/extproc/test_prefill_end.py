@@ -80,8 +80,8 @@ def test_the_stream_ends_what_passes_through_it_and_the_log_what_does_not() -> N
     for followed in (through, beside):
         followed.exchange.finished(True)
     assert (through.load, beside.load) == ((0, 0), (1, 1000))
-    beside.exchanges.logged("nobody's")
-    beside.exchanges.logged(beside.fleet.released[0].work.id)
+    beside.exchanges.logged("nobody's", True)
+    beside.exchanges.logged(beside.fleet.released[0].work.id, True)
     assert (beside.load, len(beside.exchanges)) == ((0, 0), 0)
     assert beside.exchanges.stats.unknown_access_log_entries == 1
     beside.exchanges.block_stored(0, 77)
