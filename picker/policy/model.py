@@ -81,9 +81,18 @@ class CostWeights:
     """How the cost of an endpoint is weighed, in tokens of prefill. The cheapest endpoint wins."""
 
     uncached: Weight = Field(
-        default=2.0,
-        description="Weight of the request's own prompt tokens that the endpoint has not cached. Above"
-        " `prefill_load` it counts what the copies of a prefix push out of the caches.",
+        default=1.0,
+        description="Weight of the request's own prompt tokens that the endpoint has not cached.",
+    )
+    crowding: Weight = Field(
+        default=4.0,
+        description="What is added to `uncached` for each request that waits for its prefill on an endpoint, on"
+        " average: computing again what another endpoint has cached delays all who come after.",
+    )
+    cold_turn: Weight = Field(
+        default=1.0,
+        description="What a prompt that nobody has cached costs on top, for each of its tokens, on the endpoint that"
+        " took such a one last; less on those that have rested longer, nothing on the one that has rested longest.",
     )
     prefill_load: Weight = Field(
         default=1.0, description="Weight of the prefill tokens already booked on the endpoint."

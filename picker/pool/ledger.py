@@ -27,6 +27,8 @@ class Load:
     """One endpoint's booked work. Never negative; it dies with its endpoint, whatever ends later."""
 
     prefill_tokens: int = 0
+    # Requests with tokens to prefill, and all.
+    prefilling: int = 0
     running: int = 0
     # Requests that the engine reports beyond our own: other gateways, batch jobs, probes.
     foreign: int = 0
@@ -90,6 +92,7 @@ class Ledger:
         if load.owner is not None and load.owner is not endpoint:
             load = Load(owner=endpoint)
         load.prefill_tokens += uncached_tokens
+        load.prefilling += uncached_tokens > 0
         load.running += 1
         held = load.held.get(holder)
         if held is None:
@@ -107,6 +110,7 @@ class Ledger:
         """The engine has read the prompt: only the running request is left. Safe to say twice."""
         if booking.prefill_tokens:
             booking.load.prefill_tokens -= booking.prefill_tokens
+            booking.load.prefilling -= 1
             booking.held.prefill_tokens -= booking.prefill_tokens
             booking.prefill_tokens = 0
             self._changed(booking)
@@ -177,6 +181,7 @@ class Ledger:
     def _close(self, booking: Booking) -> None:
         load = booking.load
         load.prefill_tokens -= booking.prefill_tokens
+        load.prefilling -= booking.prefill_tokens > 0
         load.running -= 1
         load.bookings.discard(booking)
         held = booking.held

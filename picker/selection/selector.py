@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from math import exp, tanh
@@ -16,6 +16,7 @@ from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
+from picker.selection.cold_turns import ColdTurns
 from picker.selection.constraints import Constraints, Ineligible
 from picker.selection.endpoint_share import Claim
 from picker.selection.prompt_keys import PrefixIndex, PromptKeys, cached_tokens
@@ -41,14 +42,15 @@ class Demand:
 
 
 # As in `Candidate`, but plain, as there are many of them and few are looked at.
-Terms = tuple[Endpoint, int, int, int, int, float, float, float]
+Terms = tuple[Endpoint, int, int, int, int, float, float, float, float, float]
 
 
 class Candidate(NamedTuple):
     """One endpoint's terms in a decision, in tokens, but for `running` (requests).
 
-    The last three are weighted tokens: what it costs on top because the class is over its share there, and because
-    the session was elsewhere, and the cost in all.
+    The last five are weighted tokens: what it costs on top because its prefill would hold up those who come after,
+    because others should have a turn at a cold prompt, because the class is over its share there, and because the
+    session was elsewhere; and the cost in all.
     """
 
     endpoint: Endpoint
@@ -56,6 +58,8 @@ class Candidate(NamedTuple):
     uncached_tokens: int
     booked_prefill_tokens: int
     running: int
+    crowding: float
+    cold_turn: float
     over_share: float
     off_session: float
     cost: float
@@ -108,6 +112,7 @@ class Selector:
     calibration: Calibration = field(default_factory=Calibration)
     random: Random = field(default_factory=Random)
     sessions: Sessions = field(default_factory=Sessions)
+    cold_turns: ColdTurns = field(default_factory=ColdTurns)
     # Seconds on any clock, and who is told how many of them a choice took.
     timer: Callable[[], float] | None = None
     observe: Callable[[float], None] = lambda seconds: None
@@ -177,11 +182,13 @@ class Selector:
         weighed = self._weigh(demand, mask, weights, claim, home)
         if not weighed:
             raise ValueError("no endpoint in the mask")
-        chosen = weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature))
+        chosen = Candidate(*weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature)))
+        if _is_cold(demand) and not chosen.cached_tokens and not any(terms[1] for terms in weighed):
+            self.cold_turns.took(chosen.endpoint)
         eligibility = self.eligible(demand.constraints, waiting=waiting)
         if self.timer is not None:
             self.observe(self.timer() - started)
-        return Decision(Candidate(*chosen), weighed, eligibility)
+        return Decision(chosen, weighed, eligibility)
 
     def _home(self, session: SessionKey | None) -> Endpoint | None:
         """The endpoint that served the session last, if it is still in the pool."""
@@ -194,31 +201,45 @@ class Selector:
         """The terms of every endpoint of the mask. This is the innermost loop of all: plain locals."""
         raw = demand.raw_tokens
         cached = self.cached(demand, mask, weights)
+        endpoints = self.pool.in_mask(mask)
         load_of = self.ledger.load
         rates, typical = self.calibration.rates, self.calibration.typical
         uncached_weight, load_weight = weights.uncached, weights.prefill_load
         running_weight, kv_weight = weights.running_tokens, weights.kv_usage_tokens
+        crowd = self._crowd(endpoints, weights)
+        turns = self.cold_turns.standing(endpoints) if not cached and _is_cold(demand) else None
         # Who cannot take the request now draws it no more, and repels it from nobody.
         away = weights.session_tokens if home is not None and home.bit & mask else 0.0
         weighed: list[Terms] = []
-        for endpoint in self.pool.in_mask(mask):
+        for endpoint in endpoints:
             slot = endpoint.slot
             load = load_of(slot)
             found = min(cached.get(slot, 0), raw) if cached else 0
             booked = load.prefill_tokens
             running = load.running + load.foreign
-            cost = uncached_weight * (raw - found) + load_weight * booked
-            if typical and slot in rates:
-                cost *= typical / rates[slot]
+            slow = typical / rates[slot] if typical and slot in rates else 1.0
+            crowding = crowd * (raw - found) * slow
+            cost = (uncached_weight * (raw - found) + load_weight * booked) * slow + crowding
             cost += running_weight * running
             if kv_weight and endpoint.report and endpoint.report.kv_usage:
                 cost += kv_weight * endpoint.report.kv_usage
             if endpoint.spec.taints:
                 cost = _with_taints(cost, endpoint, demand, weights)
+            turn = weights.cold_turn * raw * turns[slot] if turns is not None else 0.0
             over = claim.surcharge(load, raw - found) if claim is not None else 0.0
             off = away if endpoint is not home else 0.0
-            weighed.append((endpoint, found, raw - found, booked, running, over, off, cost + over + off))
+            cost += turn + over + off
+            weighed.append((endpoint, found, raw - found, booked, running, crowding, turn, over, off, cost))
         return weighed
+
+    def _crowd(self, endpoints: Sequence[Endpoint], weights: CostWeights) -> float:
+        """What a token of prefill costs those who will wait for it: as many as wait for theirs on such an endpoint
+        now.
+        """
+        if not weights.crowding or not endpoints:
+            return 0.0
+        waiting = sum(self.ledger.load(endpoint.slot).prefilling for endpoint in endpoints)
+        return weights.crowding * waiting / len(endpoints)
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:
         mask, refused = 0, {}
@@ -245,6 +266,11 @@ class Selector:
         spread = max(costs) - lowest or 1.0
         odds = [exp(-(cost - lowest) / spread / temperature) for cost in costs]
         return self.random.choices(range(len(costs)), odds)[0]
+
+
+def _is_cold(demand: Demand) -> bool:
+    """Could be, if nobody turns out to have it: a prompt whose tokens nobody knows may be cached somewhere."""
+    return demand.raw_tokens > 0 and bool(demand.prompt.lengths)
 
 
 def _with_taints(cost: float, endpoint: Endpoint, demand: Demand, weights: CostWeights) -> float:

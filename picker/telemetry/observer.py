@@ -178,6 +178,10 @@ def _candidate(weighed: Weighed) -> Candidate:
         "booked_prefill_tokens": weighed.booked_prefill_tokens,
         "running_requests": weighed.running,
     }
+    if weighed.crowding:
+        terms["crowding"] = weighed.crowding
+    if weighed.cold_turn:
+        terms["cold_turn"] = weighed.cold_turn
     if weighed.over_share:
         terms["over_share"] = weighed.over_share
     if weighed.off_session:

@@ -116,7 +116,7 @@ def test_who_is_sent_beyond_the_bound_saves_more_than_the_price_of_it(
     for slot, holder, amount in booked:
         bench.book(slot, holder, amount)
     demand = Demand(tokens, PromptKeys([tokens], lambda block_size: (range(tokens // block_size),)))
-    weights = CostWeights(over_share=price)
+    weights = CostWeights(over_share=price, cold_turn=0.0)
     asked = claim("hot", bound, price)
     plain = {each.endpoint.slot: each for each in bench.selector.choose(demand, 0b111, weights).candidates}
     decision = bench.selector.choose(demand, 0b111, weights, claim=asked)
@@ -142,7 +142,7 @@ def hammer(bound: int | None) -> tuple[list[str], float]:
     """Where the victim's requests went, and the most that the hot class was over its share on `a` beyond what that
     saved it, at the price.
     """
-    shared: dict[str, Any] = {"quantum": 100, "selection": CostWeights()}
+    shared: dict[str, Any] = {"quantum": 100, "selection": CostWeights(uncached=2.0, crowding=0.0)}
     hot = PolicyClass(name="hot", endpoint_share_bound=bound, **shared)
     fleet = Fleet([hot, PolicyClass(name="victim", **shared)], ["a", "b", "c"])
     fleet.selector.index = Caches({0: SAVED // 16})

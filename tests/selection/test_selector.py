@@ -60,7 +60,9 @@ class Bench:
         self.ledger.book(endpoint, tokens, 0.0)
 
     def choose(self, demand: Demand, mask: int = EVERYBODY, **weights: float) -> Decision:
-        return self.selector.choose(demand, mask, CostWeights(**{"uncached": 1.0, **weights}))
+        return self.selector.choose(
+            demand, mask, CostWeights(**{"crowding": 0.0, "cold_turn": 0.0, **weights})
+        )
 
 
 def demand(tokens: int = 1000, **changes: Any) -> Demand:
@@ -205,7 +207,7 @@ class TestDecision:
         endpoint = bench.pool.get("e0")
         assert endpoint is not None
         decision = bench.choose(demand(1000), running_tokens=10.0)
-        assert decision.chosen == Candidate(endpoint, 80, 920, 300, 1, 0.0, 0.0, 920 + 300 + 10)
+        assert decision.chosen == Candidate(endpoint, 80, 920, 300, 1, 0.0, 0.0, 0.0, 0.0, 920 + 300 + 10)
 
     def test_a_decision_keeps_the_terms_of_its_moment(self) -> None:
         bench = Bench(2)
@@ -328,3 +330,77 @@ def test_the_chosen_one_is_cheapest_by_a_plain_sum(
     assert costs(decision) == pytest.approx(expected)
     assert decision.chosen.cost == pytest.approx(min(expected.values()))
     assert [each.cost for each in decision.candidates] == sorted(each.cost for each in decision.candidates)
+
+
+class TestCrowding:
+    """Computing again what another endpoint has cached delays all who wait."""
+
+    def test_the_warm_one_is_worth_a_longer_wait_when_many_wait(self) -> None:
+        bench = Bench(2, {0: PrefixMatch(40)})
+        bench.book(0, 2000)
+        assert name(bench.choose(demand(1000), crowding=4.0, running_tokens=0.0)) == "e1"
+        for _ in range(3):
+            bench.book(0, 100)
+            bench.book(1, 100)
+        decision = bench.choose(demand(1000), crowding=4.0, running_tokens=0.0)
+        assert name(decision) == "e0"
+        waiting = 7 / 2
+        assert costs(decision) == {
+            "e0": (1 + 4 * waiting) * 360 + 2300,
+            "e1": (1 + 4 * waiting) * 1000 + 300,
+        }
+        assert decision.chosen.crowding == 4 * waiting * 360
+
+    def test_who_has_been_prefilled_or_has_left_does_not_wait(self) -> None:
+        bench = Bench(1)
+        endpoint = bench.pool.get("e0")
+        assert endpoint is not None
+        bookings = [bench.ledger.book(endpoint, 100, 0.0) for _ in range(3)]
+        bench.ledger.book(endpoint, 0, 0.0)
+        bench.ledger.prefill_done(bookings[0])
+        bench.ledger.release(bookings[0])
+        bench.ledger.release(bookings[1])
+        assert bench.choose(demand(10), crowding=1.0).chosen.crowding == 10
+        bench.ledger.prefill_done(bookings[2])
+        bench.ledger.release(bookings[2])
+        assert bench.choose(demand(10), crowding=1.0).chosen.crowding == 0
+
+
+class TestColdTurns:
+    """A prompt that nobody has goes to who has rested longest from such ones."""
+
+    def cold(self, bench: Bench, **weights: float) -> str:
+        return name(bench.choose(demand(1000), cold_turn=1.0, **weights))
+
+    def test_everybody_has_one_before_anybody_has_two(self) -> None:
+        bench = Bench(3)
+        first = [self.cold(bench) for _ in range(3)]
+        assert sorted(first) == ["e0", "e1", "e2"]
+        assert [self.cold(bench) for _ in range(6)] == first * 2
+
+    def test_the_turn_gives_way_to_load(self) -> None:
+        bench = Bench(2)
+        taken = self.cold(bench)
+        bench.book(1 - int(taken[1]), 1500)
+        assert self.cold(bench) == taken
+
+    def test_what_somebody_has_cached_takes_no_turn(self) -> None:
+        bench = Bench(2, {0: PrefixMatch(1)})
+        for _ in range(3):
+            decision = bench.choose(demand(1000), cold_turn=1.0)
+            assert name(decision) == "e0"
+            assert decision.chosen.cold_turn == 0.0
+
+    def test_a_prompt_of_which_nothing_is_known_takes_no_turn(self) -> None:
+        bench = Bench(2)
+        self.cold(bench)
+        unknown = Demand(1000, PromptKeys.unknown())
+        found = bench.selector.choose(unknown, EVERYBODY, CostWeights())
+        assert set(costs(found).values()) == {1000.0}
+
+    def test_who_is_new_in_a_slot_has_rested_longest(self) -> None:
+        bench = Bench(2)
+        self.cold(bench)
+        self.cold(bench)
+        bench.change(0, uid="another")
+        assert self.cold(bench) == "e0"
