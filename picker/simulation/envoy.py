@@ -107,6 +107,8 @@ class EnvoyProcess:
     async def _spawn(self) -> asyncio.subprocess.Process:
         config = self.directory / "envoy.json"
         config.write_text(self._bootstrap_json)
+        # Of an Envoy that ran in this directory before.
+        (self.directory / "admin.txt").unlink(missing_ok=True)
         return await asyncio.create_subprocess_exec(
             str(envoy_binary()),
             *("-c", str(config)),

@@ -119,6 +119,10 @@ class Bench:
             + (f"  {full.refused} refused" if full.refused else ""),
             flush=True,
         )
+        if not full.latencies:
+            raise RuntimeError(
+                f"{server.name} answered nothing with 200; {full.refused} requests got something else"
+            )
         for share in SHARES_OF_SATURATION:
             rate = full.per_second * share
             without = await open_loop(bare.port, requests, rate, self.seconds)
