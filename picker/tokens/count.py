@@ -23,6 +23,7 @@ class EstimateReason(StrEnum):
     NO_TOKENIZER = "no_tokenizer"
     NO_TEMPLATE = "no_template"
     TEMPLATE_ERROR = "template_error"
+    TEMPLATE_LIMIT = "template_limit"
     TOKENIZER_ERROR = "tokenizer_error"
     TIMEOUT = "timeout"
     TOO_LARGE = "too_large"

@@ -15,7 +15,8 @@ from picker.requests import ChatPrompt, TextPrompts, TokenPrompts, Truncation
 from picker.tokens.chunks import ChunkCache
 from picker.tokens.conversation import conversation, merge_system
 from picker.tokens.cutting import Cutter
-from picker.tokens.template import ChatTemplate, TemplateFailed
+from picker.tokens.sandbox import TemplateFailed
+from picker.tokens.template import ChatTemplate
 
 # Parts handed to the tokenizer in one call: between calls the caller can give up.
 _PARTS_PER_CALL = 16

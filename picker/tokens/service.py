@@ -20,7 +20,7 @@ from picker.tokens.chunks import ChunkCache
 from picker.tokens.conversation import UnsupportedContent
 from picker.tokens.count import EstimateReason, TokenCount, estimate, text_bytes
 from picker.tokens.model import Abandoned, ModelTokenizer, NoTemplate, truncate
-from picker.tokens.template import TemplateFailed, TemplateTimeout
+from picker.tokens.sandbox import TemplateFailed, TemplateOverLimit, TemplateTimeout
 
 _Ids: TypeAlias = "tuple[array[int], ...]"
 
@@ -200,8 +200,8 @@ class Tokenizers:
         try:
             return self._encode(model, prompt, self.budget.template_seconds, abandoned)
         except TemplateTimeout as error:
-            self._warn(model, EstimateReason.TEMPLATE_ERROR, error)
-            return EstimateReason.TEMPLATE_ERROR
+            self._warn(model, EstimateReason.TEMPLATE_LIMIT, error)
+            return EstimateReason.TEMPLATE_LIMIT
 
     def _encode(
         self,
@@ -227,6 +227,9 @@ class Tokenizers:
             return EstimateReason.NO_TEMPLATE
         except UnsupportedContent:
             return EstimateReason.MULTIMODAL
+        except TemplateOverLimit as error:
+            self._warn(model, EstimateReason.TEMPLATE_LIMIT, error)
+            return EstimateReason.TEMPLATE_LIMIT
         except TemplateFailed as error:
             self._warn(model, EstimateReason.TEMPLATE_ERROR, error)
             return EstimateReason.TEMPLATE_ERROR

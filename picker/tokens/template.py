@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
-from datetime import datetime
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
 import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 
 from picker.tokens.content_format import iterates_content
+from picker.tokens.sandbox import (
+    TemplateFailed,
+    bounded,
+    check_deadline,
+    check_size,
+    environment,
+    with_bounded_steps,
+)
 
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
 # What trying a template out may take.
 _PROBE_SECONDS = 0.25
+_PROBE_CHARACTERS = 1 << 20
 
 # Marks the end of the message that is to be continued; cut off again after rendering.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-
-
-class TemplateFailed(Exception):
-    """The template refused the conversation, is broken, or passed its bounds. The message is safe to log."""
-
-
-class TemplateTimeout(TemplateFailed):
-    """The template ran longer than it may."""
 
 
 class ChatTemplate:
@@ -51,13 +42,13 @@ class ChatTemplate:
         self.source = source
         try:
             syntax = _ENVIRONMENT.parse(source)
-            self._template = _ENVIRONMENT.from_string(source)
+            self.wants_parts = iterates_content(syntax)
+            """Whether the template loops over a message's content, so that it is handed lists of parts."""
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(syntax))
+            """The names that the template reads from outside."""
+            self._template = _ENVIRONMENT.from_string(with_bounded_steps(syntax))
         except (jinja2.TemplateError, RecursionError, ValueError) as error:
             raise TemplateFailed(_reason(error)) from None
-        self.wants_parts = iterates_content(syntax)
-        """Whether the template loops over a message's content, so that it is handed lists of parts."""
-        self.variables = frozenset(jinja2.meta.find_undeclared_variables(syntax))
-        """The names that the template reads from outside."""
         self.accepts_later_system = self._accepts_later_system()
         """Whether a system message may follow others."""
         self.can_stop_thinking = self._can_stop_thinking()
@@ -68,13 +59,11 @@ class ChatTemplate:
         needs those counts as refusing."""
         turn = [{"role": "system", "content": "t"}, {"role": "user", "content": "t"}]
         missing = {name: _ENVIRONMENT.undefined(name=name) for name in ("raise_exception", "strftime_now")}
-        token = _DEADLINE.set(time.monotonic() + _PROBE_SECONDS)
         try:
-            self._template.render(messages=turn * 2, add_generation_prompt=False, **missing)
+            with bounded(_PROBE_SECONDS, _PROBE_CHARACTERS):
+                self._template.render(messages=turn * 2, add_generation_prompt=False, **missing)
         except Exception:
             return False
-        finally:
-            _DEADLINE.reset(token)
         return re.search(r"\{%-?\s*generation\b", self.source) is None
 
     def _can_stop_thinking(self) -> bool:
@@ -85,7 +74,10 @@ class ChatTemplate:
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         try:
             return self.render(
-                [{"role": "user", "content": "Hi"}], variables=variables, max_seconds=_PROBE_SECONDS
+                [{"role": "user", "content": "Hi"}],
+                variables=variables,
+                max_seconds=_PROBE_SECONDS,
+                max_characters=_PROBE_CHARACTERS,
             )
         except TemplateFailed:
             return None
@@ -107,25 +99,21 @@ class ChatTemplate:
         final = ""
         if continue_final_message:
             messages, final = _mark_final(messages)
-        token = _DEADLINE.set(time.monotonic() + max_seconds)
+        given = {
+            "documents": None,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            rendered = self._generate(
-                {
-                    "documents": None,
-                    **(variables or {}),
-                    "messages": messages,
-                    "tools": tools,
-                    "add_generation_prompt": add_generation_prompt,
-                },
-                max_characters,
-            )
+            with bounded(max_seconds, max_characters):
+                rendered = self._generate(given, max_characters)
         except TemplateFailed:
             raise
         except Exception as error:
             # Templates run on data of any shape: whatever they raise means that they do not fit it.
             raise TemplateFailed(_reason(error)) from None
-        finally:
-            _DEADLINE.reset(token)
         return _cut_after_final(rendered, final) if continue_final_message else rendered
 
     def _generate(self, variables: dict[str, Any], max_characters: int) -> str:
@@ -134,8 +122,8 @@ class ChatTemplate:
         for piece in self._template.generate(variables):
             size += len(piece)
             if size > max_characters:
-                raise TemplateFailed(f"the template wrote more than {max_characters} characters")
-            _check_deadline()
+                check_size(size)
+            check_deadline()
             pieces.append(piece)
         return "".join(pieces)
 
@@ -166,107 +154,7 @@ def _cut_after_final(rendered: str, final: str) -> str:
     return kept if rendered.startswith(_CONTINUE_MARK, at) else kept.rstrip()
 
 
-# The instant (monotonic clock) at which the rendering on this thread must stop.
-_DEADLINE: ContextVar[float] = ContextVar("template_deadline", default=float("inf"))
-
-_MAX_REPEAT = 1 << 20
-
-
-def _check_deadline() -> None:
-    if time.monotonic() > _DEADLINE.get():
-        raise TemplateTimeout("the template took too long")
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with a look at the clock wherever a template can loop, and no huge products."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _check_deadline()
-        return super().call(context, obj, *args, **kwargs)
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        _check_deadline()
-        return super().getattr(obj, attribute)
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        _check_deadline()
-        return super().getitem(obj, argument)
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not _is_small_power(left, right):
-            raise jinja2.exceptions.SecurityError("the power is too large")
-        if operator == "*" and not _is_small_product(left, right):
-            raise jinja2.exceptions.SecurityError("the product is too large")
-        if operator == "%" and isinstance(left, str) and any(len(run) > 4 for run in _digit_runs(left)):
-            raise jinja2.exceptions.SecurityError("the field is too wide")
-        return super().call_binop(context, operator, left, right)
-
-
-def _is_small_power(left: Any, right: Any) -> bool:
-    return (
-        isinstance(left, int | float)
-        and isinstance(right, int | float)
-        and abs(left) < 2**32
-        and abs(right) <= 16
-    )
-
-
-def _is_small_product(left: Any, right: Any) -> bool:
-    for sequence, times in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple):
-            return isinstance(times, int) and len(sequence) * times <= _MAX_REPEAT
-    return bool(abs(left) < 2**64 and abs(right) < 2**64)
-
-
-def _digit_runs(text: str) -> list[str]:
-    return "".join(char if char.isdigit() else " " for char in text).split()
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; for a prompt it is just its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it as an instance variable
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    # Local time, as the engine's own function: the two agree where both run in one time zone.
-    return datetime.now().strftime(layout)
-
-
-def _environment() -> jinja2.Environment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    filters: dict[str, Callable[..., Any]] = environment.filters
-    filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = environment()
 
 
 def _reason(error: BaseException) -> str:

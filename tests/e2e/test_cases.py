@@ -28,7 +28,7 @@ from picker.simulation.mock_engine import MockEngineSettings
 from picker.telemetry.logs import FIELDS
 from picker.tokens import TokenCount, Tokenizers
 from picker.tokens.model import ModelTokenizer
-from picker.tokens.template import TemplateFailed
+from picker.tokens.sandbox import TemplateFailed
 from tests.e2e.stack import MODEL, Stack, running_stack
 
 pytestmark = pytest.mark.e2e
@@ -157,7 +157,7 @@ class TestTokensThatCannotBeHad:
             await stack.settled()
             (arrived,) = stack.engines[0].served
             assert arrived.headers.getall("x-gateway-destination-endpoint") == [authority(stack, 0)]
-            estimated = stack.app.tokenizers.stats.estimated
+            estimated = stack.app.faces.tokenizers.stats.estimated
             assert {str(name): number for name, number in estimated.items() if number} == {reason: 1}
             decision = next(iter(stack.app.telemetry.decisions))
             assert decision.estimated
@@ -219,7 +219,7 @@ class TestSubset:
         for hint, status in ((authority(stack, 2), 200), ("10.9.9.9:1", 503)):
             async with stack.session.get(f"{stack.url}/v1/models", headers={SUBSET: hint}) as response:
                 assert response.status == status
-        assert stack.app.extproc.stats.routed == 1
+        assert stack.app.faces.extproc.stats.routed == 1
 
     async def test_c15_the_one_it_names_is_waited_for(self, tmp_path: Path) -> None:
         """B is full and A is idle: who may only have B goes to B, later."""
@@ -412,7 +412,7 @@ class TestHints:
             body = json.dumps({"model": MODEL, "prompt": "hello"}).encode()
             now = stack.app.clock()
             arrival = Arrival("POST", "/v1/completions", "x", [], body, True, {}, now, True)
-            routed = await stack.app.pipeline.route(arrival)
+            routed = await stack.app.faces.pipeline.route(arrival)
             assert isinstance(routed, Routed)
             best, second = routed.endpoint.split(",")
             assert {best, second} == {engine.addresses.http for engine in stack.engines}

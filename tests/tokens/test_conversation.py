@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
+import jinja2
 import pytest
 
 from picker.tokens.conversation import UnsupportedContent, conversation, merge_system
-from picker.tokens.template import ChatTemplate, TemplateFailed, TemplateTimeout
+from picker.tokens.sandbox import TemplateFailed, TemplateOverLimit, TemplateTimeout
+from picker.tokens.template import ChatTemplate
 
 TEXT = {"type": "text", "text": "a"}
 
@@ -229,6 +232,87 @@ def test_rendering_is_bounded() -> None:
 def test_the_sandbox_holds(source: str) -> None:
     with pytest.raises(TemplateFailed):
         ChatTemplate(source).render([{"role": "user", "content": "a"}])
+
+
+BOMBS = (
+    "{{ 'x'.ljust(10 ** 9) }}",
+    "{{ 'x'.encode().center(10 ** 9) }}",
+    "{{ 'x'|center(1000000000) }}",
+    "{{ 'a\\nb'|indent(10 ** 9) }}",
+    "{{ 'x'|batch(10 ** 9, 'y')|list }}",
+    "{{ 'x'|slice(10 ** 9)|list }}",
+    "{{ messages[0].content.replace('a', messages[0].content)|replace('a', messages[0].content) }}",
+    "{{ messages[0].content.join(messages[0].content) | replace('a', messages[0].content) }}",
+    "{{ range(3000)|join(messages[0].content) }}",
+    "{{ (('%s' * 1000) % ((messages[0].content,) * 1000)) * 1000 }}",
+    "{% set n = namespace(x=messages[0].content) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x=messages[0].content) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{{ range(99999)|list|tojson(indent=100000) }}",
+    "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x=messages[0].content) %}"
+    "{% for i in range(40) %}{% set n.x = twice(n.x) %}{% endfor %}",
+    "{% set n = namespace(x=messages[0].content) %}"
+    "{% for i in range(40) %}{% set x %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = x %}{% endfor %}",
+    "{% macro grow(x) %}{{ grow(x + x) }}{% endmacro %}{{ grow(messages[0].content) }}",
+)
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_no_step_makes_much_of_little(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateOverLimit):
+            ChatTemplate(source).render([{"role": "user", "content": "a" * 1000}], max_characters=1 << 20)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 30 << 20
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 10 ** 9) }}",
+        "{{ '%*d' % (10 ** 9, 1) }}",
+        "{{ '%0999999999d'|format(1) }}",
+        "{{ 'x'.expandtabs(10 ** 9) }}",
+    ],
+)
+def test_no_field_is_very_wide(source: str) -> None:
+    with pytest.raises(TemplateFailed, match="SecurityError"):
+        ChatTemplate(source).render([{"role": "user", "content": "a"}])
+
+
+def test_deep_arguments_do_not_swell_where_a_template_indents_them() -> None:
+    """A template of good will, and a client's tool of 400 kB that would be 100 MB with its indentation."""
+    parameters: Any = [1] * 200_000
+    for _ in range(120):
+        parameters = [parameters]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    template = ChatTemplate("{% for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}")
+    with pytest.raises(TemplateOverLimit):
+        template.render([], tools=tools, max_characters=16 << 20)
+
+
+def test_bounded_steps_give_what_plain_ones_give() -> None:
+    source = (
+        "{{ 'a' ~ 1 ~ none ~ messages[0].content }}|{{ '%s-%03d' % ('a', 3) }}|{{ '{} {b}'.format(1, b=2) }}|"
+        "{{ messages | map(attribute='role') | join(', ') }}|{{ ', '.join(messages | map(attribute='role')) }}|"
+        "{{ 'aXb' | replace('X', '--') }}|{{ 'aXb'.replace('X', '') }}|{{ 'a\nb' | indent(2) }}|"
+        "{{ 'x'.ljust(3) }}|{{ [1, 2, 3] | batch(2) | list }}|{{ [1] + [2] }}|{{ 1 + 2 }}|"
+        "{% set a = 'x' + 'y' ~ 1 %}{{ a + (a + 'z') | upper }}|{% set b %}in {{ a }}{% endset %}{{ b }}|"
+        "{% set c | upper %}in {{ a }}{% endset %}{{ c }}|{{ 'a' if ('a' + 'b') == 'ab' else 'c' + 'd' }}|"
+        "{{ {'a': ['é']} | tojson }}|{{ {'a': [1]} | tojson(indent=1) }}"
+    )
+    plain = jinja2.Environment().from_string(
+        source.replace("| tojson ", "| string ").replace("| tojson(indent=1)", "| string")
+    )
+    messages = [{"role": "user", "content": "hi"}, {"role": "tool", "content": "x"}]
+    expected = plain.render(messages=messages).split("|")
+    got = ChatTemplate(source).render(messages).split("|")
+    assert got[:-2] == expected[:-2]
+    assert got[-2:] == ['{"a": ["é"]}', '{\n "a": [\n  1\n ]\n}']
 
 
 def test_continuing_a_message_cuts_behind_it() -> None:

@@ -21,7 +21,7 @@ from picker.requests import BodyLimits, ChatPrompt, TextPrompts, parse_request
 from picker.tokens.chunks import ChunkCache
 from picker.tokens.cutting import Cutter
 from picker.tokens.model import ModelTokenizer
-from picker.tokens.template import TemplateFailed
+from picker.tokens.sandbox import TemplateFailed
 
 pytestmark = pytest.mark.slow
 

@@ -142,8 +142,8 @@ async def test_what_cannot_be_counted_is_estimated(
         ("{{ messages.pop() }}", EstimateReason.TEMPLATE_ERROR),
         ("{{ ''.__class__.__mro__ }}", EstimateReason.TEMPLATE_ERROR),
         ("{{ 'x' * 10 ** 9 }}", EstimateReason.TEMPLATE_ERROR),
-        ("{% for i in range(2000) %}{{ 'x' * 10000 }}{% endfor %}", EstimateReason.TEMPLATE_ERROR),
-        (ENDLESS, EstimateReason.TEMPLATE_ERROR),
+        ("{% for i in range(2000) %}{{ 'x' * 10000 }}{% endfor %}", EstimateReason.TEMPLATE_LIMIT),
+        (ENDLESS, EstimateReason.TEMPLATE_LIMIT),
     ],
 )
 async def test_templates_that_do_not_serve(
