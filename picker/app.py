@@ -55,6 +55,7 @@ from picker.settings import Settings, SettingsError
 from picker.settings.model import (
     ExtProcSettings,
     KubernetesSettings,
+    PolicySettings,
     SessionSettings,
     TelemetrySettings,
     TlsSettings,
@@ -139,7 +140,7 @@ class App:
             self.calibration,
             sessions=self.sessions,
         )
-        self.policy_file = PolicyFile(settings.policy.file) if settings.policy.file else None
+        self.policy_file = _policy_file(settings.policy)
         policy = (self.policy_file and self.policy_file.load_if_changed()) or Policy.default()
         limits = QueueLimits(max_lanes=settings.queue.max_lanes, max_tenants=settings.queue.max_tenants)
         self.queue = AdmissionQueue(policy, self.selector, limits)
@@ -178,6 +179,8 @@ class App:
                 threads=settings.tokens.threads,
                 seconds=settings.tokens.timeout,
                 max_bytes=settings.tokens.max_prompt_bytes,
+                template_seconds=settings.tokens.template_timeout,
+                template_characters=settings.tokens.max_template_characters,
                 cache_bytes=settings.tokens.cache,
             ),
         )
@@ -212,6 +215,7 @@ class App:
             self.pipeline,
             limits=ConversationLimits(
                 max_body_bytes=settings.requests.max_body_bytes,
+                max_header_bytes=settings.extproc.max_header_bytes,
                 buffered_hold=settings.queue.max_wait,
                 refuses=not settings.extproc.shadow,
             ),
@@ -512,6 +516,10 @@ class App:
             sources.stats["recording"] = self.recording.stats
         if self.policy_file is not None:
             sources.stats["policy_file"] = self.policy_file.stats
+
+
+def _policy_file(settings: PolicySettings) -> PolicyFile | None:
+    return PolicyFile(settings.file, max_classes=settings.max_classes) if settings.file else None
 
 
 def _recording(settings: TelemetrySettings, clock: Callable[[], float]) -> Recording | None:

@@ -77,7 +77,8 @@ def _policy(settings: Settings) -> tuple[Policy | None, list[str]]:
     if settings.policy.file is None:
         return None, []
     try:
-        return load_policy(_read(settings.policy.file), str(settings.policy.file)), []
+        text = _read(settings.policy.file)
+        return load_policy(text, str(settings.policy.file), max_classes=settings.policy.max_classes), []
     except PolicyError as error:
         return None, [str(error)]
 

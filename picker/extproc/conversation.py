@@ -59,6 +59,7 @@ class ConversationLimits:
     """
 
     max_body_bytes: int = 16 * 1024 * 1024
+    max_header_bytes: int = 256 * 1024
     assumed_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
     buffered_hold: float | None = None
     refuses: bool = True
@@ -265,6 +266,8 @@ class Conversation:
         if self.phase is not Phase.EXPECTING_HEADERS:
             raise ProtocolError(f"request headers while {self.phase.name}")
         self._received_at = now
+        if message.request_headers.ByteSize() > self._limits.max_header_bytes:
+            return self._refuse_early(self._headers_too_large())
         self._read_request_headers(message.request_headers)
         self._note_metadata(message)
         if message.request_headers.end_of_stream:
@@ -362,6 +365,10 @@ class Conversation:
         self._held_bytes += len(data)
         self._body.add(data)
         return None
+
+    def _headers_too_large(self) -> Refused:
+        limit = self._limits.max_header_bytes
+        return Refused(431, "headers_too_large", f"The request's headers are larger than {limit} bytes.")
 
     def _too_large(self) -> Refused:
         limit = self._limits.max_body_bytes

@@ -76,6 +76,9 @@ class ExtProcSettings(Section):
         gt=0,
         description="Bytes of all bodies held at once; past it new requests get 503.",
     )
+    max_header_bytes: ByteSize = Field(
+        ByteSize(256 * 1024), gt=0, description="Bytes of a request's headers; past it the answer is 431."
+    )
     choices: PositiveInt = Field(
         1,
         description="Endpoints named in the answer, in order of preference. More than 1 only for gateways that walk"
@@ -112,6 +115,9 @@ class PolicySettings(Section):
 
     file: Path | None = Field(None, description="The policy YAML. Without one there is one class, `default`.")
     reload_interval: PositiveFloat = Field(2.0, description="Seconds between looks for a new version.")
+    max_classes: PositiveInt = Field(
+        256, description="Classes of one profile; a policy with more is refused."
+    )
     hints: HintTrust = HintTrust()
 
 
@@ -207,6 +213,12 @@ class TokenSettings(Section):
     timeout: PositiveFloat = Field(2.0, description="Seconds for one prompt; past it, its size is estimated.")
     max_prompt_bytes: ByteSize = Field(
         ByteSize(8 * 1024**2), gt=0, description="Longer prompts are estimated by their size."
+    )
+    template_timeout: PositiveFloat = Field(
+        2.0, description="Seconds for one chat template; past it, the prompt's size is estimated."
+    )
+    max_template_characters: PositiveInt = Field(
+        16 * 1024**2, description="Characters that a chat template may write, or make in one step."
     )
     cache: ByteSize = Field(ByteSize(128 * 1024**2), description="Bytes of the tokenization cache.")
 

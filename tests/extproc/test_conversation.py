@@ -340,6 +340,14 @@ def test_a_declared_length_past_the_limit_is_refused_before_the_body() -> None:
     assert event.refused.status == 413
 
 
+@pytest.mark.parametrize("end", [False, True])
+def test_headers_past_their_limit_are_refused(end: bool) -> None:
+    driver = Driver(ConversationLimits(max_header_bytes=1000))
+    (event,) = driver.feed(messages.request_headers(headers=[("x", "y" * 1000)], end=end))
+    assert isinstance(event, RefusedEarly)
+    assert (event.refused.status, event.refused.reason) == (431, "headers_too_large")
+
+
 @pytest.mark.parametrize("declared", ["", "abc", "-5", "1e9", "\xb2"])
 def test_a_senseless_length_is_left_to_envoy(declared: str) -> None:
     driver = Driver()
