@@ -432,11 +432,12 @@ class App:
         if usage.cached_tokens is None or len(work.demand.prompt.lengths) != 1:
             # Of a batch, engines report the cached tokens of the last prompt only.
             return
-        self.telemetry.reported(chosen.cached_tokens, usage.cached_tokens)
+        held = released.decision.held_tokens
+        self.telemetry.reported(held, usage.cached_tokens)
         self.exchanges.accounts.of(chosen.endpoint).reported_cached_tokens += usage.cached_tokens
         verdict = self.accuracy.observe(
             work.model,
-            predicted=chosen.cached_tokens,
+            predicted=held,
             reported=usage.cached_tokens,
             block_size=chosen.endpoint.block_size or self.pool.default_block_size,
         )

@@ -149,7 +149,7 @@ class Exchanges:
         exchange = RoutedExchange(self, released, released.booking, observes_response, gateway_id)
         account = self.accounts.of(released.decision.endpoint)
         account.prompt_tokens += released.work.demand.raw_tokens
-        account.cached_tokens += released.decision.chosen.cached_tokens
+        account.cached_tokens += released.decision.held_tokens
         if gateway_id is not None:
             self._by_gateway_id[gateway_id] = exchange
         self._open[released.work.id] = exchange

@@ -80,10 +80,15 @@ class PromptKeys:
 
 
 def cached_tokens(
-    prompt: PromptKeys, index: PrefixIndex, block_size: int, mask: int, weights: CostWeights
+    prompt: PromptKeys,
+    index: PrefixIndex,
+    block_size: int,
+    mask: int,
+    weights: CostWeights,
+    discounts: dict[int, int],
 ) -> dict[int, int]:
     """Tokens that each endpoint of `mask` holds of the prompts, by slot; endpoints with none are left out. A
-    block in a slower tier counts for less, as `weights` say.
+    block in a slower tier counts for less, as `weights` say; by how many tokens less in all is added to `discounts`.
 
     The engine always computes a prompt's last token, so at most floor((length - 1) / block) blocks of each
     prompt count, whatever is stored (seen on a real vLLM).
@@ -98,4 +103,7 @@ def cached_tokens(
             tokens = round(min(blocks, usable) * block_size)
             if tokens:
                 found[slot] = found.get(slot, 0) + tokens
+            if prefix.host or prefix.disk:
+                whole = min(prefix.device + prefix.host + prefix.disk, usable) * block_size
+                discounts[slot] = discounts.get(slot, 0) + whole - tokens
     return found

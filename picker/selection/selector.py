@@ -75,11 +75,16 @@ class Eligibility:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen candidate, and the others as they were found. Nobody pays for their order who does not ask."""
+    """The chosen candidate, and the others as they were found. Nobody pays for their order who does not ask.
+
+    held_tokens: what the chosen endpoint holds of the prompt, without the discount of slower tiers that is in its
+    `cached_tokens`. It is what its engine should report.
+    """
 
     chosen: Candidate
     others: list[Terms]
     eligibility: Eligibility
+    held_tokens: int
 
     @property
     def endpoint(self) -> Endpoint:
@@ -139,14 +144,24 @@ class Selector:
         self._eligible_waiting.clear()
         self._eligible_version = self.pool.version
 
-    def cached(self, demand: Demand, mask: int, weights: CostWeights = _DEFAULT_WEIGHTS) -> dict[int, int]:
-        """Cached tokens of the request by slot, for endpoints in the mask that hold any."""
+    def cached(
+        self,
+        demand: Demand,
+        mask: int,
+        weights: CostWeights = _DEFAULT_WEIGHTS,
+        discounts: dict[int, int] | None = None,
+    ) -> dict[int, int]:
+        """Cached tokens of the request by slot, for endpoints in the mask that hold any. Discounts: see
+        `cached_tokens`.
+        """
         if not demand.prompt.lengths:
             return {}
+        if discounts is None:
+            discounts = {}
         found: dict[int, int] = {}
         for block_size, members in self.pool.block_sizes().items():
-            if members & mask:
-                found.update(cached_tokens(demand.prompt, self.index, block_size, members & mask, weights))
+            if members := members & mask:
+                found.update(cached_tokens(demand.prompt, self.index, block_size, members, weights, discounts))
         return found
 
     def best_cached(self, demand: Demand, mask: int) -> int:
@@ -179,7 +194,8 @@ class Selector:
         home = self._home(demand.session)
         if home is not None and self.sessions.sticky and home.bit & mask:
             mask = home.bit
-        weighed = self._weigh(demand, mask, weights, claim, home)
+        discounts: dict[int, int] = {}
+        weighed = self._weigh(demand, mask, weights, claim, home, discounts)
         if not weighed:
             raise ValueError("no endpoint in the mask")
         chosen = Candidate(*weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature)))
@@ -188,7 +204,8 @@ class Selector:
         eligibility = self.eligible(demand.constraints, waiting=waiting)
         if self.timer is not None:
             self.observe(self.timer() - started)
-        return Decision(chosen, weighed, eligibility)
+        held = min(chosen.cached_tokens + discounts.get(chosen.endpoint.slot, 0), demand.raw_tokens)
+        return Decision(chosen, weighed, eligibility, held)
 
     def _home(self, session: SessionKey | None) -> Endpoint | None:
         """The endpoint that served the session last, if it is still in the pool."""
@@ -196,11 +213,17 @@ class Selector:
         return self.pool.get(uid) if uid is not None else None
 
     def _weigh(
-        self, demand: Demand, mask: int, weights: CostWeights, claim: Claim | None, home: Endpoint | None
+        self,
+        demand: Demand,
+        mask: int,
+        weights: CostWeights,
+        claim: Claim | None,
+        home: Endpoint | None,
+        discounts: dict[int, int],
     ) -> list[Terms]:
         """The terms of every endpoint of the mask. This is the innermost loop of all: plain locals."""
         raw = demand.raw_tokens
-        cached = self.cached(demand, mask, weights)
+        cached = self.cached(demand, mask, weights, discounts)
         endpoints = self.pool.in_mask(mask)
         load_of = self.ledger.load
         rates, typical = self.calibration.rates, self.calibration.typical

@@ -91,7 +91,7 @@ class Telemetry:
         work, decision = released.work, released.decision
         self.metrics.queue_wait(work.policy_class.label, released.waited)
         self.requests.prompt_tokens += work.demand.raw_tokens
-        self.requests.cached_tokens += decision.chosen.cached_tokens
+        self.requests.cached_tokens += decision.held_tokens
         self._keep(
             self._record(
                 work,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from picker.kvcache.keys import block_keys, root_key
+from picker.kvcache.matching import Tier
 from picker.simulation.envoy_config import ResponseObservation
 from picker.simulation.mock_engine import MockEngineSettings
 from tests.e2e.stack import Stack, running_stack
@@ -118,3 +120,28 @@ async def test_engines_are_asked_for_their_events_unless_they_are_said_to_have_n
             while not app.index.blocks_of(0):
                 await asyncio.sleep(0.01)
         assert not app.index.blocks_of(1)
+
+
+async def test_blocks_in_a_slower_tier_are_expected_to_be_reported_whole(tmp_path: Path) -> None:
+    """They count for less in a decision; the engine reports each of them as cached all the same."""
+    engines = [MockEngineSettings(name="pod-0", prefill_rate=1e6)]
+    settings = {"extproc": {"observe": "usage"}}
+    async with running_stack(
+        tmp_path, engines, settings=settings, observation=ResponseObservation.STREAM
+    ) as stack:
+        app, ids = stack.app, [*prompt(0, 0), 7]
+        keys = block_keys(ids, BLOCK)
+        await stack.complete(ids)
+        await stack.settled()
+        async with asyncio.timeout(10):
+            while app.index.blocks_of(0) < len(keys):
+                await asyncio.sleep(0.01)
+        app.predicted.drop(0)
+        app.index.add(0, keys, root_key(BLOCK, None), Tier.HOST)
+        app.index.remove(0, keys)
+        answer = await stack.complete(ids)
+        await stack.settled()
+        assert predicted(stack)[-1] == 22 * BLOCK * 3 // 4
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 22 * BLOCK
+        stats = app.accuracy.stats
+        assert (stats.predicted_tokens, stats.reported_tokens) == (22 * BLOCK, 22 * BLOCK)

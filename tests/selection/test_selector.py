@@ -99,6 +99,16 @@ class TestCost:
         decision = bench.choose(demand(1000), host_tier=0.5, disk_tier=0.0)
         assert costs(decision) == {"e0": 1000 - 128, "e1": 1000 - 64, "e2": 1000}
 
+    @pytest.mark.parametrize("weights", [{}, {"host_tier": 0.5, "disk_tier": 0.0}])
+    def test_an_engine_is_expected_to_report_whole_blocks_of_whatever_tier(
+        self, weights: dict[str, float]
+    ) -> None:
+        for match in (PrefixMatch(8), PrefixMatch(2, host=5, disk=1), PrefixMatch(0, disk=8)):
+            decision = Bench(1, {0: match}).choose(demand(1000), **weights)
+            assert decision.held_tokens == 8 * BLOCK
+        assert Bench(1).choose(demand(1000), **weights).held_tokens == 0
+        assert Bench(1, {0: PrefixMatch(1, host=3)}).choose(demand(64), **weights).held_tokens == 48
+
     def test_the_last_token_is_always_computed(self) -> None:
         """An exact repeat of 64 tokens has 48 cached, not 64 (seen on a real engine with blocks of 16)."""
         bench = Bench(1, {0: PrefixMatch(4)})
@@ -109,6 +119,9 @@ class TestCost:
         bench = Bench(1, {0: PrefixMatch(2)})
         prompt = PromptKeys([40, 100, 10], lambda block_size: (range(2), range(6), ()))
         assert bench.choose(Demand(150, prompt)).chosen.cached_tokens == 64
+        slower = Bench(1, {0: PrefixMatch(0, host=2)})
+        assert slower.choose(Demand(150, prompt)).chosen.cached_tokens == 48
+        assert slower.choose(Demand(150, prompt)).held_tokens == 64
 
     def test_running_requests_and_used_memory_cost(self) -> None:
         bench = Bench(2)
