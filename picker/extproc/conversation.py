@@ -266,6 +266,7 @@ class Conversation:
         if self.phase is not Phase.EXPECTING_HEADERS:
             raise ProtocolError(f"request headers while {self.phase.name}")
         self._received_at = now
+        self.phase = Phase.EXPECTING_BODY
         if message.request_headers.ByteSize() > self._limits.max_header_bytes:
             return self._refuse_early(self._headers_too_large())
         self._read_request_headers(message.request_headers)
@@ -273,7 +274,6 @@ class Conversation:
         if message.request_headers.end_of_stream:
             return self._ask()
         self._has_body = True
-        self.phase = Phase.EXPECTING_BODY
         if refused := self._unreadable():
             return self._refuse_early(refused)
         if self._request_mode is BodyMode.BUFFERED:

@@ -348,6 +348,13 @@ def test_headers_past_their_limit_are_refused(end: bool) -> None:
     assert (event.refused.status, event.refused.reason) == (431, "headers_too_large")
 
 
+@pytest.mark.parametrize("end", [False, True])
+def test_in_shadow_mode_large_headers_go_on(end: bool) -> None:
+    driver = Driver(ConversationLimits(max_header_bytes=1000, refuses=False))
+    driver.feed(messages.request_headers(headers=[("x", "y" * 1000)], end=end))
+    assert driver.kinds == ["request_headers"]
+
+
 @pytest.mark.parametrize("declared", ["", "abc", "-5", "1e9", "\xb2"])
 def test_a_senseless_length_is_left_to_envoy(declared: str) -> None:
     driver = Driver()
