@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,18 +18,13 @@ from picker.admin.introspection import IntrospectionServer
 from picker.admin.server import AdminServer
 from picker.admin.state import class_stats, endpoint_stats
 from picker.admin.views import Views
-from picker.extproc.access_log import AccessLogService
-from picker.extproc.body import BodyBudget
-from picker.extproc.conversation import ConversationLimits
 from picker.extproc.deciding import Deciding, DecidingSettings
 from picker.extproc.dispatcher import Dispatcher
 from picker.extproc.exchange import Exchanges, RoutedExchange
 from picker.extproc.health import HealthService, HealthState
-from picker.extproc.pipeline import Pipeline
-from picker.extproc.preparation import Preparation
-from picker.extproc.server import ExtProcServer
-from picker.extproc.tls import file_credentials, fixed_credentials, self_signed
 from picker.extproc.usage import Usage
+from picker.faces.crew import Crew
+from picker.faces.face import Face, listen
 from picker.kvcache.accuracy import AccuracyTracker, Cause
 from picker.kvcache.asking import SourceAsking
 from picker.kvcache.index import KvIndex
@@ -47,26 +42,16 @@ from picker.pool.static_file import PoolFileError, StaticPoolFile
 from picker.queueing.admission import AdmissionQueue, QueueLimits
 from picker.queueing.fairness import FairnessMeter
 from picker.queueing.work import Outcome, Released, Work
-from picker.requests import SessionSource
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
 from picker.selection.sessions import Sessions
 from picker.settings import Settings, SettingsError
-from picker.settings.model import (
-    ExtProcSettings,
-    KubernetesSettings,
-    PolicySettings,
-    SessionSettings,
-    TelemetrySettings,
-    TlsSettings,
-)
+from picker.settings.model import ExtProcSettings, KubernetesSettings, PolicySettings, TelemetrySettings
 from picker.telemetry import Telemetry
 from picker.telemetry.recording import Recording
-from picker.tokens import TokenBudget, Tokenizers
 
 if TYPE_CHECKING:
     from picker.pool.kube.membership import Membership, PoolMember
-    from picker.telemetry.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -173,17 +158,6 @@ class App:
         self.recording = _recording(settings.telemetry, self.clock)
         if self.recording is not None:
             self.exchanges.on_end = self._record_end
-        self.tokenizers = Tokenizers(
-            settings.tokens.models,
-            TokenBudget(
-                threads=settings.tokens.threads,
-                seconds=settings.tokens.timeout,
-                max_bytes=settings.tokens.max_prompt_bytes,
-                template_seconds=settings.tokens.template_timeout,
-                template_characters=settings.tokens.max_template_characters,
-                cache_bytes=settings.tokens.cache,
-            ),
-        )
         self.deciding = Deciding(
             selector=self.selector,
             dispatcher=self.dispatcher,
@@ -198,44 +172,16 @@ class App:
             on_sent=self._predict,
             on_cost=self.telemetry.metrics.decision,
         )
-        self.pipeline = Pipeline(
-            preparation=Preparation(
-                self.tokenizers,
-                self.pool,
-                body_limits=settings.requests,
-                trust=settings.policy.hints,
-                sessions=_session_source(settings.sessions),
-            ),
-            decider=self.deciding,
-            clock=self.clock,
-            reads_usage=settings.extproc.observe == "usage",
-            tracing=_tracing(settings.telemetry),
-        )
-        self.extproc = ExtProcServer(
-            self.pipeline,
-            limits=ConversationLimits(
-                max_body_bytes=settings.requests.max_body_bytes,
-                max_header_bytes=settings.extproc.max_header_bytes,
-                buffered_hold=settings.queue.max_wait,
-                refuses=not settings.extproc.shadow,
-            ),
-            budget=BodyBudget(max_bytes=settings.extproc.total_body_limit),
-            max_streams=settings.extproc.max_streams,
-            client_names=frozenset(settings.extproc.tls.client_names),
-            clock=self.clock,
-        )
-        self.access_log = AccessLogService(
-            lambda request_id, upstream, status, first_byte, last_byte: self.exchanges.logged(
-                request_id, 0 < status < 400
-            ),
-            client_names=frozenset(settings.extproc.tls.client_names),
+        # In this process, or as several processes beside it.
+        self.faces: Face | Crew = (Face if settings.extproc.workers == 1 else Crew)(
+            settings, self.deciding, self.pool, self.health, self.exchanges.logged, self.clock
         )
         self._fill_sources()
 
     async def start(self) -> Addresses:
         """Listen on every port and follow every source. Raises OSError when a port is taken."""
         settings = self.settings
-        ports = [await self._serve_gateway(settings.extproc), await self._serve_health(settings.extproc)]
+        ports = [await self.faces.serve(), await self._serve_health(settings.extproc)]
         access = Access(settings.admin.host, settings.admin.token_file)
         views = Views(self.telemetry, self.clock)
         self._admin = AdminServer(
@@ -250,7 +196,6 @@ class App:
         ports.append(await self._introspection.start(settings.admin.host, settings.admin.grpc_port))
         self._spawn(self.telemetry.run())
         self._spawn(self._housekeeping())
-        self._spawn(self._load_tokenizers())
         if self.policy_file is not None:
             self._spawn(self._follow_policy(self.policy_file))
         self._follow_source()
@@ -268,14 +213,14 @@ class App:
             self._member.resign()
         deadline = self.clock() + self.settings.queue.drain_grace
         await asyncio.sleep(min(self.settings.queue.drain_notice, self.settings.queue.drain_grace))
-        while self.clock() < deadline and self.extproc.stats.active_streams:
+        while self.clock() < deadline and self.faces.open_streams:
             await asyncio.sleep(0.05)
         self.dispatcher.deliver(self.queue.shut_down(self.clock()))
 
     async def stop(self) -> None:
         """Stop at once what `drain` has left."""
         self.dispatcher.deliver(self.queue.shut_down(self.clock()))
-        await self._gateway_server.stop(grace=1.0)
+        await self.faces.stop()
         await self._health_server.stop(grace=None)
         for task in self._tasks:
             task.cancel()
@@ -286,29 +231,13 @@ class App:
         await self.kv_asking.close()
         self.kv_events.close()
         await self.scraper.close()
-        await self.tokenizers.close()
         if self.recording is not None:
             await asyncio.to_thread(self.recording.close)
-        if self.pipeline.tracing is not None:
-            # It sends what has not been sent, and waits for that.
-            await asyncio.to_thread(self.pipeline.tracing.close)
-
-    # --- the gateway's ports ----------------------------------------------------------------------------
-
-    async def _serve_gateway(self, settings: ExtProcSettings) -> int:
-        self._gateway_server = grpc.aio.server(options=self.extproc.options())
-        self.extproc.add_to(self._gateway_server)
-        self.access_log.add_to(self._gateway_server)
-        HealthService(self.health).add_to(self._gateway_server)
-        credentials = _credentials(settings.tls)
-        port = _bind(self._gateway_server, settings.host, settings.port, credentials)
-        await self._gateway_server.start()
-        return port
 
     async def _serve_health(self, settings: ExtProcSettings) -> int:
         self._health_server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         HealthService(self.health).add_to(self._health_server)
-        port = _bind(self._health_server, settings.host, settings.health_port, None)
+        port = listen(self._health_server, settings.host, settings.health_port, None)
         await self._health_server.start()
         return port
 
@@ -446,15 +375,6 @@ class App:
 
     # --- background -------------------------------------------------------------------------------------
 
-    async def _load_tokenizers(self) -> None:
-        for model, loaded in (await self.tokenizers.load()).items():
-            log.log(
-                logging.INFO if loaded else logging.ERROR,
-                "tokenizer of %s: %s",
-                model,
-                "loaded" if loaded else "not loaded, prompts are estimated by size",
-            )
-
     async def _follow_policy(self, file: PolicyFile) -> None:
         while True:
             await asyncio.sleep(self.settings.policy.reload_interval)
@@ -494,9 +414,6 @@ class App:
         )
         sources.synced = lambda: self.pool.synced
         sources.stats |= {
-            "extproc": self.extproc.stats,
-            "bodies": self.extproc.budget.stats,
-            "access_log": self.access_log.stats,
             "exchanges": self.exchanges.stats,
             "fairness": lambda: self.fairness.sample(self.queue.flows()),
             "fairness_worst": lambda: self.fairness.worst,
@@ -511,8 +428,8 @@ class App:
             "kv_streams": self.kv_events.stream_stats,
             "kv_blocks": self.kv_events.block_stats,
             "accuracy": self.accuracy.stats,
-            "tokens": lambda: self.tokenizers.stats,
         }
+        sources.stats |= self.faces.sources()
         if self.recording is not None:
             sources.stats["recording"] = self.recording.stats
         if self.policy_file is not None:
@@ -530,42 +447,6 @@ def _recording(settings: TelemetrySettings, clock: Callable[[], float]) -> Recor
         return Recording(settings.record_file, settings.record_limit, clock)
     except OSError as error:
         raise SettingsError(f"telemetry.record_file: {settings.record_file}: {error.strerror}") from None
-
-
-def _session_source(settings: SessionSettings) -> SessionSource | None:
-    if settings.affinity == "off":
-        return None
-    return SessionSource(settings.header, settings.cookie, cookie_age=ceil(settings.ttl))
-
-
-def _tracing(settings: TelemetrySettings) -> Tracing | None:
-    if not settings.tracing:
-        return None
-    try:
-        from picker.telemetry.tracing import Tracing
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"telemetry.tracing needs the extra `otel`: {error}") from None
-    return Tracing(settings.trace_ratio, __version__)
-
-
-def _bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        if credentials is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-
-
-def _credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
-    if settings.mode == "off":
-        return None
-    if settings.mode == "self-signed":
-        return fixed_credentials(self_signed())
-    assert settings.cert_file is not None
-    assert settings.key_file is not None
-    return file_credentials(settings.cert_file, settings.key_file, settings.client_ca_file)
 
 
 def _membership(settings: KubernetesSettings) -> Membership:

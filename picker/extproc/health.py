@@ -22,25 +22,33 @@ class HealthState:
     """What the health services report. The application sets it; changes reach watchers at once.
 
     `synced`: the pool has been read once (it may be empty). `leader`: this replica leads, or no election is on.
-    `draining`: shutting down. Liveness depends on none of them: a follower or a draining replica is alive.
+    `draining`: shutting down. `serving`: somebody listens for the gateway. Liveness depends on none of them: a
+    follower or a draining replica is alive.
     """
 
     def __init__(self, *, synced: bool = False, leader: bool = True, draining: bool = False) -> None:
         self._synced = synced
         self._leader = leader
         self._draining = draining
+        self._serving = True
         self._changed = asyncio.Event()
 
     @property
     def ready(self) -> bool:
-        return self._synced and self._leader and not self._draining
+        return self._synced and self._leader and self._serving and not self._draining
 
     def update(
-        self, *, synced: bool | None = None, leader: bool | None = None, draining: bool | None = None
+        self,
+        *,
+        synced: bool | None = None,
+        leader: bool | None = None,
+        draining: bool | None = None,
+        serving: bool | None = None,
     ) -> None:
         self._synced = self._synced if synced is None else synced
         self._leader = self._leader if leader is None else leader
         self._draining = self._draining if draining is None else draining
+        self._serving = self._serving if serving is None else serving
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -101,7 +101,6 @@ class ExtProcServer:
         return [
             ("grpc.max_receive_message_length", max_message),
             ("grpc.max_send_message_length", max_message),
-            ("grpc.so_reuseport", 0),
         ]
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -71,6 +71,12 @@ class ExtProcSettings(Section):
     host: str = Field("0.0.0.0", description="Address to listen on.")
     port: Port = Field(9002, description="Port of the ext_proc service; 0 takes a free one.")
     health_port: Port = Field(9003, description="Port of the gRPC health service; 0 takes a free one.")
+    workers: PositiveInt = Field(
+        1,
+        le=64,
+        description="Processes that read requests, beside the one that decides; they share the port, and the limits of"
+        " streams, bodies and tokenizing are divided among them. 1: a single process does both.",
+    )
     total_body_limit: ByteSize = Field(
         ByteSize(1024**3),
         gt=0,

@@ -108,6 +108,7 @@ class EnvoyOptions:
     run while a request is held. `message_timeout` is armed in BUFFERED mode only, and Picker may extend it up to
     `max_message_timeout`. `standby_pickers` are asked when `picker` is not ready, which is looked at four times a
     second if there are any. `filters_before` are put between the connection manager and ext_proc.
+    `streams_per_connection` has Envoy open another connection to Picker when one has so many streams.
     `strip_client_headers` False behaves as a gateway that lets clients name a destination, and that gives
     requests no id to join the access log on.
     """
@@ -125,6 +126,7 @@ class EnvoyOptions:
     max_message_timeout: float = 600.0
     access_log_flush: float = 0.05
     buffer_limit: int | None = None
+    streams_per_connection: int | None = None
     strip_client_headers: bool = True
     filters_before: Sequence[HttpFilter] = ()
 
@@ -278,7 +280,7 @@ def _picker_cluster(options: EnvoyOptions) -> Cluster:
     several = bool(options.standby_pickers)
     protocol = HttpProtocolOptions(
         explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
-            http2_protocol_options=Http2ProtocolOptions()
+            http2_protocol_options=Http2ProtocolOptions(max_concurrent_streams=options.streams_per_connection)
         )
     )
     return Cluster(

@@ -432,6 +432,14 @@ ROOM_METRICS = (
         "recording", "lost", "picker_unrecorded_requests_total", "Requests left out: file full, or disk slow."
     ),
     _of_room("recording", "bytes", "picker_recording_bytes", "Size of the recording."),
+    _of_room("faces", "running", "picker_faces", "Processes that serve the gateway beside this one."),
+    _of_room(
+        "faces",
+        "restarts",
+        "picker_face_restarts_total",
+        "Times that one ended by itself and was started again.",
+    ),
+    _of_room("face", "cpu_seconds", "picker_faces_cpu_seconds_total", "Processor time of these processes."),
     _of_room("log", "lost_lines", "picker_log_lost_lines_total", "Log lines that could not be written."),
     _of_room("loop", "lag", "picker_event_loop_lag_seconds", "Longest delay of the event loop of late."),
     _of_room("loop", "tasks", "picker_event_loop_tasks", "Tasks on the event loop."),

@@ -53,7 +53,7 @@ def prompt(size: int, serial: int) -> str:
 
 async def one(app: App, body: bytes) -> None:
     arrival = Arrival("POST", "/v1/completions", "x", HEADERS, body, True, {}, app.clock(), True)
-    routed = await app.pipeline.route(arrival)
+    routed = await app.faces.pipeline.route(arrival)
     assert isinstance(routed, Routed), routed
     routed.exchange.response_headers(200, [], None)
     routed.exchange.finished(True)
@@ -78,14 +78,14 @@ async def cost(app: App, size: int, *, repeated: bool) -> float:
 
 async def main() -> None:
     app = new_app()
-    await app.tokenizers.load()
+    await app.faces.tokenizers.load()
     print(f"{ENDPOINTS} endpoints, {len(app.index):,} blocks in the index, 3 classes")
     print(f"{'prompt':>10}  {'all different':>14}  {'all the same':>14}")
     for size in (300, 16_000, 220_000):
         fresh = await cost(app, size, repeated=False)
         again = await cost(app, size, repeated=True)
         print(f"{size:>8} B  {fresh * 1e6:>11.0f} us  {again * 1e6:>11.0f} us")
-    await app.tokenizers.close()
+    await app.faces.tokenizers.close()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pytest
 from picker.telemetry.catalogue import ROOM_METRICS
 
 # Rooms that this run does not have.
-ELSEWHERE = {"kube", "kube_watch", "lease", "policy_file", "recording"}
+ELSEWHERE = {"face", "faces", "kube", "kube_watch", "lease", "policy_file", "recording"}
 
 
 @contextmanager

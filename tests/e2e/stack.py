@@ -47,7 +47,7 @@ class Stack:
     async def settled(self) -> None:
         """Wait until nothing is booked and nothing waits: every end has been heard of."""
         async with asyncio.timeout(10):
-            while len(self.app.exchanges) or len(self.app.queue) or self.app.extproc.stats.active_streams:
+            while len(self.app.exchanges) or len(self.app.queue) or self.app.faces.open_streams:
                 await asyncio.sleep(0.01)
 
 

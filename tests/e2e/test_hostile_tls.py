@@ -112,7 +112,7 @@ async def test_self_signed(tmp_path: Path) -> None:
 async def test_a_self_signed_certificate_does_not_pass_where_it_is_checked(tmp_path: Path) -> None:
     async with secured(tmp_path, {"mode": "self-signed"}, verifying(Authority())) as stack:
         assert (await stack.client.send()).end is End.GATEWAY_ERROR
-        assert stack.app.extproc.stats.streams == 0
+        assert stack.app.faces.extproc.stats.streams == 0
 
 
 @pytest.mark.parametrize("observation", list(ResponseObservation))
@@ -123,7 +123,7 @@ async def test_files_rotate_under_running_streams(tmp_path: Path, observation: R
     async with secured(tmp_path, tls, verifying(first), observation) as stack:
         running = [asyncio.create_task(stack.client.send(events=60, pause=0.05)) for _ in range(10)]
         async with asyncio.timeout(10):
-            while stack.app.extproc.stats.routed < 10:
+            while stack.app.faces.extproc.stats.routed < 10:
                 await asyncio.sleep(0.01)
         files(tmp_path, second.issue("picker"))
         # On the connections that are open.
@@ -152,14 +152,14 @@ async def test_only_a_gateway_with_an_allowed_name_is_served(
     async with secured(tmp_path, tls, verifying(authority, client)) as stack:
         answer = await stack.client.send()
         assert answer.end is (End.WHOLE if passes else End.GATEWAY_ERROR)
-        assert stack.app.extproc.stats.routed == int(passes)
+        assert stack.app.faces.extproc.stats.routed == int(passes)
         if passes:
             async with asyncio.timeout(5):
                 while not stack.app.exchanges.stats.ended_by_access_log:
                     await asyncio.sleep(0.01)
         else:
             await asyncio.sleep(0.2)
-            assert stack.app.access_log.stats.entries == 0, "who may not ask may not tell either"
+            assert stack.app.faces.access_log.stats.entries == 0, "who may not ask may not tell either"
 
 
 def stack_port(stack: Secured) -> int:

@@ -22,16 +22,16 @@ STAGES = ("parse", "tokenize", "hash", "lookup", "queue", "reply")
 
 def spans(stack: Stack, exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     """All that were ended so far, by name; no more are made afterwards."""
-    assert stack.app.pipeline.tracing is not None
-    stack.app.pipeline.tracing.close()
-    stack.app.pipeline.tracing = None
+    assert stack.app.faces.pipeline.tracing is not None
+    stack.app.faces.pipeline.tracing.close()
+    stack.app.faces.pipeline.tracing = None
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
 async def test_a_trace_goes_on_from_the_client_to_the_engine(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()
     async with running_stack(tmp_path, [MockEngineSettings(name="pod-0")]) as stack:
-        stack.app.pipeline.tracing = Tracing(0.0, "1.0", exporter)
+        stack.app.faces.pipeline.tracing = Tracing(0.0, "1.0", exporter)
         answer = await stack.complete([7] * 100, headers=CONTEXT)
         assert answer["status"] == 200, answer
         found = spans(stack, exporter)
@@ -53,7 +53,7 @@ async def test_a_trace_goes_on_from_the_client_to_the_engine(tmp_path: Path) -> 
 async def test_a_refusal_is_an_error_of_its_span(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()
     async with running_stack(tmp_path, [MockEngineSettings(name="pod-0")]) as stack:
-        stack.app.pipeline.tracing = Tracing(1.0, "1.0", exporter)
+        stack.app.faces.pipeline.tracing = Tracing(1.0, "1.0", exporter)
         answer = await stack.complete([7] * 10, headers={"x-picker-allowed-endpoints": "10.255.0.1:1"})
         assert answer["status"] == 503, answer
         route = spans(stack, exporter)["picker.route"]
@@ -64,7 +64,7 @@ async def test_a_refusal_is_an_error_of_its_span(tmp_path: Path) -> None:
 
 async def test_without_tracing_the_clients_context_passes_untouched(tmp_path: Path) -> None:
     async with running_stack(tmp_path, [MockEngineSettings(name="pod-0")]) as stack:
-        assert stack.app.pipeline.tracing is None
+        assert stack.app.faces.pipeline.tracing is None
         await stack.complete([7] * 10, headers=CONTEXT)
         served = stack.engines[0].served[-1].headers
     assert (served["traceparent"], served["tracestate"]) == (CONTEXT["traceparent"], "vendor=1")

@@ -158,7 +158,7 @@ async def test_decisions_are_recorded_and_no_request_waits_for_another(tmp_path:
             assert not reply.HasField("dynamic_metadata")
         assert [record.outcome for record in app.telemetry.decisions] == ["deadline", "dispatched"]
         assert next(record for record in app.telemetry.decisions if record.chosen).prompt_tokens > 1
-        assert app.extproc.stats.refused == {"deadline": 1}
+        assert app.faces.extproc.stats.refused == {"deadline": 1}
 
         for stream in (first, second):
             await stream.send(messages.response_headers(200), messages.response_body(b"", end=True))
@@ -171,4 +171,4 @@ async def test_a_request_that_makes_no_sense_is_the_engines_to_refuse(tmp_path: 
         stream = GatewayStream(stub.Process())
         request = messages.request_headers(), messages.request_body(b"{", end=True)
         assert_untouched(await exchange(stream, *request), b"{")
-        assert app.extproc.stats.refused == {"bad_request": 1}
+        assert app.faces.extproc.stats.refused == {"bad_request": 1}

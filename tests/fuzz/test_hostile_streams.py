@@ -208,8 +208,8 @@ class HostileStreams(RuleBasedStateMachine):
             load = self.app.ledger.load(endpoint.slot)
             assert load.running >= 0
             assert load.prefill_tokens >= 0
-        assert 0 <= self.app.extproc.budget.stats.held_bytes <= 400
-        assert self.app.extproc.stats.internal_errors == 0
+        assert 0 <= self.app.faces.extproc.budget.stats.held_bytes <= 400
+        assert self.app.faces.extproc.stats.internal_errors == 0
         assert self.alarm.lines == []
 
     def teardown(self) -> None:
@@ -239,7 +239,7 @@ class HostileStreams(RuleBasedStateMachine):
 
     async def until_quiet(self) -> None:
         def left() -> tuple[int, ...]:
-            return self.app.extproc.stats.active_streams, len(self.app.queue), len(self.app.exchanges)
+            return self.app.faces.open_streams, len(self.app.queue), len(self.app.exchanges)
 
         for _ in range(1000):
             if not any(left()):
@@ -257,7 +257,7 @@ class HostileStreams(RuleBasedStateMachine):
         for endpoint in self.app.pool:
             load = self.app.ledger.load(endpoint.slot)
             assert (load.running, load.prefill_tokens, len(load.bookings)) == (0, 0, 0)
-        assert self.app.extproc.budget.stats.held_bytes == 0
+        assert self.app.faces.extproc.budget.stats.held_bytes == 0
         for _ in range(1000):
             if len(tasks()) <= self.tasks:
                 break

@@ -27,9 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"policy", "requests"},
 }
 EVERYTHING_BELOW = set(MAY_IMPORT)
+MAY_IMPORT["faces"] = set(EVERYTHING_BELOW)
 MAY_IMPORT["admin"] = EVERYTHING_BELOW - {"settings"}
 MAY_IMPORT["simulation"] = EVERYTHING_BELOW | {"admin", "app"}
-MAY_IMPORT["app"] = EVERYTHING_BELOW | {"admin"}
+MAY_IMPORT["app"] = EVERYTHING_BELOW | {"admin", "faces"}
 MAY_IMPORT["cli"] = MAY_IMPORT["app"] | {"app", "simulation"}
 # The plugin is one more command line; it reaches pickers by their API.
 MAY_IMPORT["kubectl"] = {"api", "admin", "cli", "pool", "policy"}
@@ -42,6 +43,7 @@ SANS_IO_FILES = {
     "pool": {"endpoint", "pool", "ledger", "calibration", "metrics_text"},
     "kvcache": {"keys", "index", "engine_blocks", "events", "matching", "predicted", "accuracy"},
     "extproc": {"conversation", "body", "messages", "handover", "following"},
+    "faces": {"messages", "protocol", "asking", "answering", "tally"},
     "telemetry": {"shares", "decisions", "sources", "catalogue"},
 }
 IO_MODULES = {

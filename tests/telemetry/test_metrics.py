@@ -13,6 +13,8 @@ from picker.extproc.access_log import AccessLogStats
 from picker.extproc.body import BudgetStats
 from picker.extproc.exchange import ExchangeStats
 from picker.extproc.server import ExtProcStats
+from picker.faces.crew import CrewStats
+from picker.faces.tally import ProcessStats
 from picker.kvcache.accuracy import AccuracyStats
 from picker.kvcache.asking import AskingStats
 from picker.kvcache.engine_blocks import BlockStats
@@ -62,6 +64,8 @@ ROOMS = {
     "recording": RecordingStats,
     "sessions": SessionStats,
     "log": LogStats,
+    "faces": CrewStats,
+    "face": ProcessStats,
     "loop": LoopStats,
 }
 
