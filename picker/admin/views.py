@@ -5,12 +5,13 @@ The JSON of the admin server and the messages of the gRPC service are both made 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from msgspec.structs import asdict
+
 from picker.telemetry import DecisionRecord, EndpointStats, Telemetry
-from picker.telemetry.decisions import Candidate, Rejection
 
 View = dict[str, Any]
 
@@ -85,9 +86,9 @@ class Views:
 
 
 def decision_view(record: DecisionRecord) -> View:
-    view = _plain(record)
-    view["candidates"] = _plain_list(record.candidates)
-    view["rejected"] = _plain_list(record.rejected)
+    view = asdict(record)
+    view["candidates"] = [asdict(candidate) for candidate in record.candidates]
+    view["rejected"] = [asdict(rejection) for rejection in record.rejected]
     return view
 
 
@@ -100,7 +101,3 @@ def _endpoint(stats: EndpointStats) -> View:
 
 def _plain(value: Any) -> View:
     return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _plain_list(values: Iterable[Candidate | Rejection]) -> list[View]:
-    return [_plain(value) for value in values]
