@@ -29,6 +29,8 @@ def class_stats(queue: AdmissionQueue, now: float) -> list[ClassStats]:
                 dispatched_requests=stats.dispatched_requests,
                 dispatched_cost=stats.dispatched_cost,
                 cancelled=stats.cancelled,
+                shared_lane=stats.shared_lane,
+                shared_tenant=stats.shared_tenant,
                 dropped={str(reason): count for reason, count in stats.dropped.items()},
                 blocked={str(reason): seconds for reason, seconds in stats.blocked.items()},
             )

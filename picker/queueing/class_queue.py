@@ -86,7 +86,11 @@ class ClassQueue:
         return flow is not None and flow.queue.lanes.backlog(work.demand.constraints)
 
     def add(self, work: Work) -> None:
-        self._join(work).lanes.add(work)
+        lanes = self._join(work).lanes
+        before = lanes.stats.overflowed
+        lanes.add(work)
+        self.stats.shared_lane += lanes.stats.overflowed - before
+        self.stats.shared_tenant += self._tenant_of[work] not in ("", work.tenant)
 
     def give_back(self, work: Work) -> None:
         """A dispatch failed after the pop: the request returns to the front."""

@@ -39,6 +39,9 @@ class ClassStats:
     dispatched_cost: int = 0
     dispatched_tokens: int = 0
     cancelled: int = 0
+    # Requests that wait in the common lane, or share turns with other tenants, because a limit was reached.
+    shared_lane: int = 0
+    shared_tenant: int = 0
     refunded: int = 0
     refunded_cost: int = 0
     settled_cost: int = 0

@@ -124,6 +124,18 @@ CLASS_METRICS = (
         "Requests whose client went away while they waited.",
         lambda c: c.cancelled,
     ),
+    _of_class(
+        "picker_shared_lane_requests_total",
+        Kind.COUNTER,
+        "Requests that waited in the common lane: the class had as many lanes as it may have.",
+        lambda c: c.shared_lane,
+    ),
+    _of_class(
+        "picker_shared_tenant_requests_total",
+        Kind.COUNTER,
+        "Requests that shared the turns of one tenant: the class told as many apart as it may.",
+        lambda c: c.shared_tenant,
+    ),
 )
 
 DROPPED = Metric(

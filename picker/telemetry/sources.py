@@ -30,6 +30,8 @@ class ClassStats:
     dispatched_requests: int = 0
     dispatched_cost: int = 0
     cancelled: int = 0
+    shared_lane: int = 0
+    shared_tenant: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     blocked: Mapping[str, float] = field(default_factory=dict)
 

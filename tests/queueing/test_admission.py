@@ -295,6 +295,7 @@ class TestLanes:
         for _ in range(3):
             for name in "abc":
                 fleet.submit("only", constraints=Constraints(pin=name))
+        assert fleet.queue.flows()[0].queue.stats.shared_lane == 3, "two have lanes of their own"
         for _ in range(9):
             fleet.finish(next(each for each in fleet.released if each.booking.open))
         served = Counter(each.decision.endpoint.spec.name for each in fleet.released)
@@ -516,6 +517,7 @@ class TestTenants:
         for n in range(50):
             fleet.submit("shared", tenant=f"t{n}")
         assert fleet.queue.flows()[0].queue.tenants <= 4
+        assert fleet.queue.flows()[0].queue.stats.shared_tenant == 47
         fleet.serve_one_by_one(50)
         assert len(fleet.queue) == 0
 
