@@ -335,13 +335,15 @@ class App:
         endpoint = released.decision.endpoint
         settings = self.settings.kvcache
         has_events = self.kv_events.is_connected(endpoint.spec.uid)
+        # The bridge has to reach to the end of the prefill, however long that has to wait.
+        bridge = settings.bridge_ttl + self.selector.backlog_seconds(endpoint.slot)
         capacity = endpoint.report.num_blocks if endpoint.report else None
         return [
             self.predicted.predict(
                 endpoint.slot,
                 keys,
                 self.clock(),
-                ttl=settings.bridge_ttl if has_events else settings.predicted_ttl,
+                ttl=bridge if has_events else settings.predicted_ttl,
                 capacity=capacity or _UNKNOWN_CAPACITY,
             )
             for keys in prompt.blocks(endpoint.block_size or self.pool.default_block_size)

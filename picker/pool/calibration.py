@@ -11,20 +11,29 @@ from picker.pool.pool import PoolChange
 
 @dataclass(slots=True)
 class Calibration:
-    """Median prefill rates over a sliding window of observations.
+    """Medians over sliding windows of observations; the median shrugs off stalls and lucky hits.
 
     An observation is (tokens, seconds): the tokens that had to be prefilled before the first byte of a request
     could come (its own uncached ones and those booked ahead of it) and the time from its decision to that byte.
-    Small ones say more of latency than of rate and are left out. The median shrugs off stalls and lucky hits.
+    Small ones say more of latency than of rate and are left out.
+
+    `slowness` compares like with like: an endpoint's seconds a token against those of the others at work of about
+    the same size (within a factor of two). Rates alone would not do: a fixed part in every answer makes who happens to
+    be sent the small prompts look slow, and who is taken for slow is sent no others. Less than `tolerance` from
+    the typical is noise.
     """
 
     window: int = 64
     min_samples: int = 8
     min_tokens: int = 256
+    tolerance: float = 0.25
     # Tokens a second by slot, of those endpoints that are known, and their median. Read only.
     rates: dict[int, float] = field(default_factory=dict)
     typical: float | None = None
+    # By slot: how many times as long as a typical endpoint it takes; who is not in it is typical. Read only.
+    slowness: dict[int, float] = field(default_factory=dict)
     _samples: dict[int, deque[float]] = field(default_factory=dict)
+    _paces: dict[int, _Paces] = field(default_factory=dict)
 
     def observe(self, slot: int, tokens: int, seconds: float) -> None:
         if tokens < self.min_tokens or seconds <= 0:
@@ -34,19 +43,58 @@ class Calibration:
         if len(samples) >= self.min_samples:
             self.rates[slot] = median(samples)
             self.typical = median(self.rates.values())
+        size = tokens.bit_length()
+        if size not in self._paces:
+            self._paces[size] = _Paces(2 * self.min_samples, self.min_samples)
+        self._paces[size].observe(slot, seconds / tokens)
+        self._compare(slot)
 
     def rate(self, slot: int) -> float | None:
         """Prefill tokens a second: this endpoint's, else the pool's typical one, else None."""
         return self.rates.get(slot, self.typical)
 
-    def relative_speed(self, slot: int) -> float:
-        """This endpoint's rate over the pool's typical one; 1.0 until both are known."""
-        rate = self.rates.get(slot)
-        return rate / self.typical if rate and self.typical else 1.0
-
     def pool_changed(self, change: PoolChange) -> None:
         for endpoint in change.removed:
             self._samples.pop(endpoint.slot, None)
             self.rates.pop(endpoint.slot, None)
+            self.slowness.pop(endpoint.slot, None)
+            for paces in self._paces.values():
+                paces.forget(endpoint.slot)
         if change.removed:
             self.typical = median(self.rates.values()) if self.rates else None
+
+    def _compare(self, slot: int) -> None:
+        """Take the middle of what the sizes say, those in which the endpoint is known."""
+        ratios = [ratio for paces in self._paces.values() if (ratio := paces.ratio(slot)) is not None]
+        ratio = median(ratios) if ratios else 1.0
+        if 1 / (1 + self.tolerance) <= ratio <= 1 + self.tolerance:
+            self.slowness.pop(slot, None)
+        else:
+            self.slowness[slot] = ratio
+
+
+@dataclass(slots=True)
+class _Paces:
+    """Seconds a token at work of one size: the latest samples of each slot, their medians, and the median of those."""
+
+    window: int
+    min_samples: int
+    samples: dict[int, deque[float]] = field(default_factory=dict)
+    known: dict[int, float] = field(default_factory=dict)
+    typical: float = 0.0
+
+    def observe(self, slot: int, pace: float) -> None:
+        samples = self.samples.setdefault(slot, deque(maxlen=self.window))
+        samples.append(pace)
+        if len(samples) >= self.min_samples:
+            self.known[slot] = median(samples)
+            self.typical = median(self.known.values())
+
+    def ratio(self, slot: int) -> float | None:
+        pace = self.known.get(slot)
+        return None if pace is None else pace / self.typical
+
+    def forget(self, slot: int) -> None:
+        self.samples.pop(slot, None)
+        if self.known.pop(slot, None) is not None and self.known:
+            self.typical = median(self.known.values())

@@ -161,7 +161,9 @@ class Selector:
         found: dict[int, int] = {}
         for block_size, members in self.pool.block_sizes().items():
             if members := members & mask:
-                found.update(cached_tokens(demand.prompt, self.index, block_size, members, weights, discounts))
+                found.update(
+                    cached_tokens(demand.prompt, self.index, block_size, members, weights, discounts)
+                )
         return found
 
     def best_cached(self, demand: Demand, mask: int) -> int:
@@ -173,6 +175,11 @@ class Selector:
         rates = (self.calibration.rate(endpoint.slot) for endpoint in self.pool.in_mask(mask))
         fastest = max((rate for rate in rates if rate is not None), default=None)
         return None if fastest is None else tokens / fastest
+
+    def backlog_seconds(self, slot: int) -> float:
+        """How long the endpoint will take over all the prefill that is booked there; 0 while nobody knows its speed."""
+        rate = self.calibration.rate(slot)
+        return 0.0 if rate is None else self.ledger.load(slot).prefill_tokens / rate
 
     def choose(
         self,
@@ -226,7 +233,7 @@ class Selector:
         cached = self.cached(demand, mask, weights, discounts)
         endpoints = self.pool.in_mask(mask)
         load_of = self.ledger.load
-        rates, typical = self.calibration.rates, self.calibration.typical
+        slowness = self.calibration.slowness
         uncached_weight, load_weight = weights.uncached, weights.prefill_load
         running_weight, kv_weight = weights.running_tokens, weights.kv_usage_tokens
         crowd = self._crowd(endpoints, weights)
@@ -240,7 +247,7 @@ class Selector:
             found = min(cached.get(slot, 0), raw) if cached else 0
             booked = load.prefill_tokens
             running = load.running + load.foreign
-            slow = typical / rates[slot] if typical and slot in rates else 1.0
+            slow = slowness.get(slot, 1.0)
             crowding = crowd * (raw - found) * slow
             cost = (uncached_weight * (raw - found) + load_weight * booked) * slow + crowding
             cost += running_weight * running

@@ -12,8 +12,9 @@ from picker.kvcache.index import KvIndex
 from picker.kvcache.keys import root_key
 from picker.kvcache.predicted import CombinedIndex, PredictedIndex
 from picker.policy import Policy
+from picker.pool.calibration import Calibration
 from picker.pool.endpoint import EndpointSpec, EngineReport
-from picker.pool.ledger import Booking, Ledger
+from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
 from picker.queueing.admission import AdmissionQueue
 from picker.queueing.work import Outcome, Released, Work
@@ -54,8 +55,13 @@ class CorePicker:
         self.feed = _IndexFeed(self.index, root_key(shape.block_size, None))
         self.pool = Pool(default_block_size=shape.block_size)
         self.ledger = Ledger()
+        self.calibration = Calibration()
         self.selector = Selector(
-            self.pool, self.ledger, CombinedIndex(self.index, self.predicted), random=Random(f"{seed}/picker")
+            self.pool,
+            self.ledger,
+            CombinedIndex(self.index, self.predicted),
+            self.calibration,
+            Random(f"{seed}/picker"),
         )
         self.queue = AdmissionQueue(policy, self.selector)
         self.pool.replace(
@@ -74,7 +80,7 @@ class CorePicker:
         self._capacity = shape.num_blocks
         self._max_wait = max_wait
         self._waiting: dict[Work, Arrival] = {}
-        self._bookings: dict[Arrival, Booking] = {}
+        self._sent: dict[Arrival, tuple[Released, float]] = {}
         self._serial = count()
 
     def arrive(self, now: float, arrival: Arrival) -> Iterable[Dispatch]:
@@ -86,10 +92,15 @@ class CorePicker:
         return self._dispatches(self.queue.submit(work, now), now)
 
     def prefilled(self, now: float, arrival: Arrival, pod: int) -> None:
-        self.ledger.prefill_done(self._bookings[arrival])
+        released, at = self._sent[arrival]
+        self.ledger.prefill_done(released.booking)
+        chosen = released.decision.chosen
+        ahead = chosen.booked_prefill_tokens + chosen.uncached_tokens
+        self.calibration.observe(chosen.endpoint.slot, ahead, now - at)
 
     def finished(self, now: float, arrival: Arrival, pod: int) -> None:
-        self.ledger.release(self._bookings.pop(arrival))
+        released, _ = self._sent.pop(arrival)
+        self.ledger.release(released.booking)
 
     def poll(self, now: float) -> Iterable[Dispatch]:
         return self._dispatches(self.queue.poll(now), now)
@@ -140,10 +151,9 @@ class CorePicker:
             arrival = self._waiting.pop(outcome.work)
             if isinstance(outcome, Released):
                 slot = outcome.decision.endpoint.slot
-                self._bookings[arrival] = outcome.booking
-                self.predicted.predict(
-                    slot, arrival.blocks, now, ttl=_BRIDGE_SECONDS, capacity=self._capacity
-                )
+                self._sent[arrival] = (outcome, now)
+                ttl = _BRIDGE_SECONDS + self.selector.backlog_seconds(slot)
+                self.predicted.predict(slot, arrival.blocks, now, ttl=ttl, capacity=self._capacity)
                 dispatches.append(Dispatch(arrival, slot))
             else:
                 dispatches.append(Dispatch(arrival, refused=outcome.reason))

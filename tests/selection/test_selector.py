@@ -47,7 +47,7 @@ class Bench:
         self.pool.subscribe(self.ledger.pool_changed)
         self.specs = [EndpointSpec(f"e{n}", f"e{n}", f"10.0.0.{n}", 8000) for n in range(endpoints)]
         self.pool.replace(self.specs)
-        self.calibration = Calibration(min_samples=1, min_tokens=1)
+        self.calibration = Calibration(min_samples=1, min_tokens=1, tolerance=0.0)
         self.selector = Selector(self.pool, self.ledger, Caches(matches or {}), self.calibration, Random(11))
 
     def change(self, number: int, **changes: Any) -> None:
@@ -58,6 +58,12 @@ class Bench:
         endpoint = self.pool.get(f"e{number}")
         assert endpoint is not None
         self.ledger.book(endpoint, tokens, 0.0)
+
+    def learn(self, rates: Mapping[int, int]) -> None:
+        """Each has prefilled 1,000 tokens at its rate, and once more when all are known."""
+        for _ in range(2):
+            for slot, rate in rates.items():
+                self.calibration.observe(slot, 1000, 1000 / rate)
 
     def choose(self, demand: Demand, mask: int = EVERYBODY, **weights: float) -> Decision:
         return self.selector.choose(
@@ -141,8 +147,7 @@ class TestCost:
 
     def test_a_faster_engine_pays_less_for_the_same_tokens(self) -> None:
         bench = Bench(3)
-        for slot, rate in enumerate((500, 1000, 2000)):
-            bench.calibration.observe(slot, rate, 1.0)
+        bench.learn({0: 500, 1: 1000, 2: 2000})
         bench.book(2, 400)
         assert costs(bench.choose(demand(1000), running_tokens=0.0)) == {"e0": 2000, "e1": 1000, "e2": 700}
 
@@ -323,9 +328,8 @@ def test_the_chosen_one_is_cheapest_by_a_plain_sum(
     bench = Bench(5, {slot: PrefixMatch(held) for slot, held in enumerate(blocks) if held})
     for slot in range(5):
         bench.book(slot, booked[slot])
-        if rates[slot]:
-            bench.calibration.observe(slot, rates[slot], 1.0)
-    known = sorted(rate for rate in rates if rate)
+    bench.learn({slot: rate for slot, rate in enumerate(rates) if rate})
+    known = sorted(1 / rate for rate in rates if rate)
     middle = len(known) // 2
     typical = 0.0
     if known:
@@ -335,7 +339,7 @@ def test_the_chosen_one_is_cheapest_by_a_plain_sum(
         usable = (tokens - 1) // BLOCK
         uncached = tokens - min(blocks[slot], usable) * BLOCK
         prefill = weights["uncached"] * uncached + weights["prefill_load"] * booked[slot]
-        slowness = typical / rates[slot] if rates[slot] else 1.0
+        slowness = 1 / rates[slot] / typical if rates[slot] else 1.0
         return prefill * slowness + weights["running_tokens"]
 
     decision = bench.choose(demand(tokens), mask, **weights)
