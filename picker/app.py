@@ -331,8 +331,15 @@ class App:
             self.recording.take(work, outcome, output_tokens, block_size)
 
     def _predict(self, released: Released, prompt: PromptKeys) -> list[Prediction]:
-        """The endpoint will hold this prompt soon: a bridge until its events say so, or all there is without."""
-        endpoint = released.decision.endpoint
+        """Who reads the prompt will hold it soon, and who is handed it: a bridge until their events say so, or all
+        there is without.
+        """
+        predictions = self._predict_at(released.decision.endpoint, prompt)
+        if released.prefill is not None:
+            predictions += self._predict_at(released.prefill.decision.endpoint, prompt)
+        return predictions
+
+    def _predict_at(self, endpoint: Endpoint, prompt: PromptKeys) -> list[Prediction]:
         settings = self.settings.kvcache
         has_events = self.kv_events.is_connected(endpoint.spec.uid)
         # The bridge has to reach to the end of the prefill, however long that has to wait.
@@ -360,8 +367,13 @@ class App:
         chosen, work = released.decision.chosen, released.work
         if usage.output_tokens is not None:
             self.queue.settle(work, usage.output_tokens)
-        if usage.cached_tokens is None or len(work.demand.prompt.lengths) != 1:
-            # Of a batch, engines report the cached tokens of the last prompt only.
+        if (
+            usage.cached_tokens is None
+            or len(work.demand.prompt.lengths) != 1
+            or released.prefill is not None
+        ):
+            # Of a batch, engines report the cached tokens of the last prompt only; of a prompt that was read
+            # elsewhere, all that they were handed.
             return
         held = released.decision.held_tokens
         self.telemetry.reported(held, usage.cached_tokens)
@@ -423,6 +435,7 @@ class App:
             "pool": self.pool.stats,
             "scraper": lambda: self.scraper.stats,
             "sessions": self.sessions.stats,
+            "disaggregation": self.queue.disaggregation.stats,
             "kv_index": self.index.stats,
             "predicted_index": self.predicted.stats,
             "kv_asking": self.kv_asking.stats,

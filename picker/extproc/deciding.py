@@ -20,6 +20,7 @@ from picker.policy.model import CostWeights, PolicyClass
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work
 from picker.requests import Hints, Route
 from picker.selection.constraints import Constraints
+from picker.selection.disaggregation import PREFILLER_HEADER
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
 
@@ -119,13 +120,17 @@ class Deciding:
         they matter.
         """
         hints, demand = prepared.hints, prepared.demand
+        apart = self.dispatcher.queue.disaggregation
         cached = self.selector.best_cached(demand, self.selector.eligible(demand.constraints).mask)
         profile = self.dispatcher.queue.policy.profile(prepared.model)
         policy_class = profile.resolve(hints.policy_class, demand.raw_tokens - cached)
         narrowed = _with_class(demand.constraints, policy_class)
+        if profile.disaggregation is not None:
+            narrowed = apart.narrowed(demand, narrowed, profile.disaggregation)
         if narrowed != demand.constraints:
             demand = replace(demand, constraints=narrowed)
-            cached = self.selector.best_cached(demand, self.selector.eligible(narrowed).mask)
+            readers = self.selector.eligible(narrowed).mask | apart.mask(narrowed)
+            cached = self.selector.best_cached(demand, readers)
         received_at = prepared.received_at
         return Work(
             id=self._new_id(),
@@ -159,7 +164,7 @@ class Deciding:
     def _send(self, prepared: Prepared, released: Released) -> Placed:
         work, endpoint = released.work, released.decision.endpoint
         prompt = work.demand.prompt
-        block_size = endpoint.block_size or self.selector.pool.default_block_size
+        block_size = released.reader.endpoint.block_size or self.selector.pool.default_block_size
         exchange = self.exchanges.begin(
             released,
             observes_response=prepared.observes_response,
@@ -173,6 +178,8 @@ class Deciding:
         self._finish_session(prepared)
         if endpoint.spec.shares_port:
             headers.append((RANK_HEADER, str(endpoint.spec.rank)))
+        if released.prefill is not None:
+            headers.append((PREFILLER_HEADER, released.prefill.decision.endpoint.spec.authority))
         return Placed(released.decision.destinations(self.settings.choices), exchange, tuple(headers))
 
     def _pass_through(self, prepared: Prepared) -> Placed | Refused:

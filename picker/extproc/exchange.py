@@ -62,6 +62,8 @@ class RoutedExchange:
         if ok:
             self.reached()
         self.book.ledger.prefill_done(self.booking)
+        if self.released.prefill is not None:
+            self.book.ledger.release(self.released.prefill.booking)
         self.book.kick()
 
     def prefilled(self, at: float) -> None:
@@ -147,15 +149,16 @@ class Exchanges:
         written and before the gateway takes it up; the access log then knows the request by this id only.
         """
         exchange = RoutedExchange(self, released, released.booking, observes_response, gateway_id)
-        account = self.accounts.of(released.decision.endpoint)
+        reader = released.reader
+        account = self.accounts.of(reader.endpoint)
         account.prompt_tokens += released.work.demand.raw_tokens
-        account.cached_tokens += released.decision.held_tokens
+        account.cached_tokens += reader.held_tokens
         if gateway_id is not None:
             self._by_gateway_id[gateway_id] = exchange
         self._open[released.work.id] = exchange
         self.stats.open = len(self._open)
         if last_block is not None:
-            exchange.awaited_block = (released.decision.endpoint.slot, last_block)
+            exchange.awaited_block = (reader.endpoint.slot, last_block)
             self._awaited.setdefault(exchange.awaited_block, []).append(exchange)
         return exchange
 
@@ -168,8 +171,8 @@ class Exchanges:
 
     def time(self, exchange: RoutedExchange, seconds: float) -> None:
         """Compare with what was to be expected, and learn from it. The endpoint must be the one that was chosen."""
-        chosen = exchange.released.decision.chosen
-        if exchange.booking.endpoint is not chosen.endpoint:
+        chosen = exchange.released.reader.chosen
+        if exchange.released.prefill is None and exchange.booking.endpoint is not chosen.endpoint:
             return
         ahead = chosen.booked_prefill_tokens + chosen.uncached_tokens
         rate = self.calibration.rate(chosen.endpoint.slot)
@@ -213,6 +216,8 @@ class Exchanges:
             if not waiting:
                 self._awaited.pop(awaited, None)
         self.ledger.release(exchange.booking)
+        if exchange.released.prefill is not None:
+            self.ledger.release(exchange.released.prefill.booking)
         exchange.missed()
         self.on_end(exchange)
         self.kick()

@@ -85,6 +85,19 @@ class Toleration:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelIn:
+    """A label that must have one of the values; or_absent: or not be there at all."""
+
+    key: str
+    values: frozenset[str]
+    or_absent: bool = False
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        value = labels.get(self.key)
+        return self.or_absent if value is None else value in self.values
+
+
+@dataclass(frozen=True, slots=True)
 class LabelSelector:
     """Labels that an endpoint must carry, plain equality. Empty selects every endpoint."""
 

@@ -17,6 +17,7 @@ from picker.policy.model import (
     Bucket,
     ClassSettings,
     CostWeights,
+    DisaggregationSettings,
     Policy,
     PolicyClass,
     Profile,
@@ -60,7 +61,7 @@ def load_policy(
 
 def _root(document: Document, settings: PolicySettings, max_classes: int) -> Profile:
     if all(getattr(settings, key) is None for key in PROFILE_KEYS):
-        return default_root(settings.selection)
+        return default_root(settings.selection, settings.disaggregation)
     check_profile(document, (), settings, max_classes)
     return _profile(document, "", settings)
 
@@ -74,7 +75,14 @@ def _profile(document: Document, name: str, settings: ProfileSettings) -> Profil
         given = document.keys((*path, "policy_classes", index, "selection"))
         values["selection"] = _merged(settings.selection, entry.selection, given)
         classes.append(PolicyClass(profile=name, **values))
-    return Profile(name, tuple(classes), settings.default_policy_family, buckets, settings.selection)
+    return Profile(
+        name,
+        tuple(classes),
+        settings.default_policy_family,
+        buckets,
+        settings.selection,
+        settings.disaggregation,
+    )
 
 
 def _merged(profile: CostWeights | None, own: CostWeights | None, given: list[str]) -> CostWeights | None:
@@ -155,6 +163,7 @@ def _problem(error: ErrorDetails) -> str:
 
 _GROUPS: dict[str, frozenset[str]] = {
     "affinity": frozenset(key.name for key in fields(AffinitySettings)),
+    "disaggregation": frozenset(key.name for key in fields(DisaggregationSettings)),
     "policy_classes": frozenset(key.name for key in fields(ClassSettings)),
     "selection": frozenset(key.name for key in fields(CostWeights)),
     "uncached_isl_buckets": frozenset(BucketSettings.model_fields),

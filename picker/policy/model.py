@@ -32,6 +32,7 @@ Weight = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
 
 
 class QueuePolicy(StrEnum):
@@ -156,6 +157,29 @@ class AffinitySettings:
 
 
 _DEFAULT_AFFINITY = AffinitySettings()
+
+
+@validated(frozen=True, slots=True, kw_only=True, config=_STRICT_KEYS)
+class DisaggregationSettings:
+    """Prefill and decode on two endpoints, as llm-d's sidecar beside the decoding engine does it: it is sent the
+    request, and the address of who prefills in `x-prefiller-host-port`.
+    """
+
+    min_uncached_tokens: PositiveCount = Field(
+        default=512,
+        description="A prompt with fewer uncached tokens on the endpoint that decodes is prefilled there as well.",
+    )
+    role_label: Text = Field(
+        default="llm-d.ai/role", description="The label by which endpoints say what they are there for."
+    )
+    prefill_roles: tuple[Text, ...] = Field(
+        default=("prefill",), min_length=1, description="Its values of endpoints that prefill for others."
+    )
+    decode_roles: tuple[Text, ...] = Field(
+        default=("decode", "both", "prefill-decode"),
+        min_length=1,
+        description="Its values of endpoints that requests are sent to; those without the label are too.",
+    )
 
 
 @validated(frozen=True, slots=True, kw_only=True, config=_STRICT_KEYS)
@@ -331,6 +355,7 @@ class Profile:
     default_family: str | None = None
     buckets: tuple[Bucket, ...] = ()
     selection: CostWeights | None = None
+    disaggregation: DisaggregationSettings | None = None
     _explicit: dict[str, PolicyClass] = field(init=False, repr=False, compare=False)
     _families: dict[str, tuple[PolicyClass, ...]] = field(init=False, repr=False, compare=False)
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -402,6 +427,9 @@ class Policy:
             yield from profile.classes
 
 
-def default_root(selection: CostWeights | None = None) -> Profile:
-    """The root profile of a policy that configures none."""
-    return Profile("", (PolicyClass(name="default", quantum=1, selection=selection),), selection=selection)
+def default_root(
+    selection: CostWeights | None = None, disaggregation: DisaggregationSettings | None = None
+) -> Profile:
+    """The root profile of a policy that configures no classes."""
+    classes = (PolicyClass(name="default", quantum=1, selection=selection),)
+    return Profile("", classes, selection=selection, disaggregation=disaggregation)

@@ -24,6 +24,7 @@ _SECTIONS = (
     ("An entry of `policy_classes`", "ClassSettings"),
     ("`affinity`", "AffinitySettings"),
     ("`selection`", "CostWeights"),
+    ("`disaggregation`", "DisaggregationSettings"),
     ("An entry of `models`", "ProfileSettings"),
 )
 _NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}

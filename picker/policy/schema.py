@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from picker.policy.model import ClassSettings, CostWeights, Count, Identifier
+from picker.policy.model import ClassSettings, CostWeights, Count, DisaggregationSettings, Identifier
 
 ModelName = Annotated[str, StringConstraints(strict=True, min_length=1)]
 
@@ -41,6 +41,10 @@ class ProfileSettings(Section):
     )
     selection: CostWeights | None = Field(
         default=None, description="Cost weights for every class of this profile."
+    )
+    disaggregation: DisaggregationSettings | None = Field(
+        default=None,
+        description="Prefill long prompts on other endpoints than those that decode. Without it: no.",
     )
 
 

@@ -17,6 +17,7 @@ from math import inf
 
 from picker.policy.model import CostWeights, Policy, PolicyClass
 from picker.pool.endpoint import Endpoint
+from picker.pool.ledger import Booking
 from picker.pool.pool import PoolChange
 from picker.queueing.blocked import BlockedTime
 from picker.queueing.busy import BusyGate, BusyGates
@@ -27,10 +28,11 @@ from picker.queueing.lanes import Lanes
 from picker.queueing.orders import order_named
 from picker.queueing.refusals import SHUTTING_DOWN, Refusal, no_endpoint, over_limit, wait_is_over
 from picker.queueing.request_queue import CacheLook, OrderContext, RequestQueue
-from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work, WorkState
+from picker.queueing.work import Dropped, DropReason, Outcome, Prefill, Released, Work, WorkState
 from picker.selection.constraints import Constraints
+from picker.selection.disaggregation import Disaggregation
 from picker.selection.endpoint_share import Claim
-from picker.selection.selector import Selector
+from picker.selection.selector import Decision, Selector
 
 _DEFAULT_WEIGHTS = CostWeights()
 _HOPELESS = (DropReason.NO_ENDPOINT, DropReason.PIN_NOT_ALLOWED)
@@ -56,6 +58,7 @@ class AdmissionQueue:
     def __init__(self, policy: Policy, selector: Selector, limits: QueueLimits = QueueLimits()) -> None:
         self.limits = limits
         self.selector = selector
+        self.disaggregation = Disaggregation(selector)
         self.shutting_down = False
         self._pool = selector.pool
         self._ledger = selector.ledger
@@ -106,7 +109,7 @@ class AdmissionQueue:
     def give_back(self, released: Released, now: float) -> list[Outcome]:
         """A dispatch failed after the fact: refund the charge, free the booking, and let the request go first."""
         work = released.work
-        self._ledger.release(released.booking)
+        self._free(released)
         self._tick.now = now
         self._refund(work)
         refusal = self._hopeless(work, now, waiting=True)
@@ -118,7 +121,7 @@ class AdmissionQueue:
     def withdraw(self, released: Released) -> None:
         """The client left in the moment of its dispatch: nobody is charged and nothing is booked."""
         work = released.work
-        self._ledger.release(released.booking)
+        self._free(released)
         self._refund(work)
         self._flow_of(work).queue.stats.cancelled += 1
         work.state = WorkState.CANCELLED
@@ -234,8 +237,10 @@ class AdmissionQueue:
 
     def _no_room(self, work: Work, queue: ClassQueue) -> Refusal | None:
         """Who would have to wait must find the class below its limits."""
-        mask = self.selector.eligible(work.demand.constraints).mask
-        if queue.backlog(work) or not mask & ~queue.gate.busy:
+        constraints, free = work.demand.constraints, ~queue.gate.busy
+        partners = self.disaggregation.mask(constraints)
+        has_room = self.selector.eligible(constraints).mask & free and (not partners or partners & free)
+        if queue.backlog(work) or not has_room:
             return over_limit(queue.stats, queue.policy_class, len(self._pool))
         return None
 
@@ -258,7 +263,8 @@ class AdmissionQueue:
         """When the request must be refused if it still waits then, and why."""
         at, reason = work.deadline, DropReason.DEADLINE
         if work.policy_class.shed_unreachable and work.ttft_deadline < inf:
-            mask = self._waiting_mask(work.demand.constraints)
+            constraints = work.demand.constraints
+            mask = self.disaggregation.mask(constraints) or self._waiting_mask(constraints)
             seconds = self.selector.prefill_seconds(work.uncached_tokens, mask)
             if seconds is not None and work.ttft_deadline - seconds < at:
                 at, reason = work.ttft_deadline - seconds, DropReason.TTFT_UNREACHABLE
@@ -283,19 +289,37 @@ class AdmissionQueue:
             waiting=True,
             claim=_claim(policy_class, weights),
         )
-        booking = self._ledger.book(
-            decision.endpoint,
-            decision.chosen.uncached_tokens,
-            now,
-            policy_class.label,
-            policy_class.quantum,
-        )
+        prefill = self._prefill(work, decision, queue.gate.full, now)
+        uncached = decision.chosen.uncached_tokens if prefill is None else 0
+        booking = self._book(policy_class, decision.endpoint, uncached, now)
         if work.demand.session is not None:
             self.selector.sessions.sent(work.demand.session, decision.endpoint.spec.uid, now)
         self._blocked.given |= decision.endpoint.bit
         queue.stats.dispatched(work)
         queue.drain.add(work.cost, now)
-        return Released(work, decision, booking, now - work.arrival, before, after)
+        return Released(work, decision, booking, now - work.arrival, before, after, prefill)
+
+    def _prefill(self, work: Work, decode: Decision, full: int, now: float) -> Prefill | None:
+        """Have the prompt read elsewhere, if the profile wants that and it is worth it."""
+        rule = self.policy.profile(work.model).disaggregation
+        if rule is None:
+            return None
+        policy_class = work.policy_class
+        weights = policy_class.selection or _DEFAULT_WEIGHTS
+        decision = self.disaggregation.choose(work.demand, decode, full, weights, rule.min_uncached_tokens)
+        if decision is None:
+            return None
+        uncached = decision.chosen.uncached_tokens
+        self._blocked.given |= decision.endpoint.bit
+        return Prefill(decision, self._book(policy_class, decision.endpoint, uncached, now))
+
+    def _book(self, policy_class: PolicyClass, endpoint: Endpoint, tokens: int, now: float) -> Booking:
+        return self._ledger.book(endpoint, tokens, now, policy_class.label, policy_class.quantum)
+
+    def _free(self, released: Released) -> None:
+        self._ledger.release(released.booking)
+        if released.prefill is not None:
+            self._ledger.release(released.prefill.booking)
 
     def _expire(self, now: float) -> Iterator[Outcome]:
         while (work := self._deadlines.pop_due(now)) is not None:
@@ -375,7 +399,7 @@ class AdmissionQueue:
             return order(context)
 
         def make_lanes() -> Lanes:
-            return Lanes(make_queue, self._waiting_mask, self.limits.max_lanes)
+            return Lanes(make_queue, self._waiting_mask, self.limits.max_lanes, self.disaggregation.mask)
 
         gate = self._gate(policy_class)
         queue = ClassQueue(policy_class, gate, make_lanes, self.limits.max_tenants, self._tick, order.dynamic)
@@ -406,7 +430,8 @@ class AdmissionQueue:
         return self.selector.eligible(constraints, waiting=True).mask
 
     def _look(self, work: Work) -> CacheLook:
-        mask = self._waiting_mask(work.demand.constraints)
+        constraints = work.demand.constraints
+        mask = self._waiting_mask(constraints) | self.disaggregation.mask(constraints)
         block_size = min(self._pool.block_sizes(), default=self._pool.default_block_size)
         blocks = self.selector.best_cached(work.demand, mask) / block_size
         chains = work.demand.prompt.blocks(block_size)

@@ -19,13 +19,15 @@ from picker.selection.constraints import Constraints
 class Lane:
     """Requests with equal constraints, in the class's order.
 
-    `eligible` is the mask of endpoints that the head may use. `blocked` lanes had a head that nobody could take
+    `eligible` is the mask of endpoints that the head may use; of `partners`, if there are any, one must have room as
+    well. `blocked` lanes had a head that nobody could take
     when they were last looked at; they are looked at again when an endpoint of theirs changes.
     """
 
     queue: RequestQueue
     constraints: Constraints | None
     eligible: int = 0
+    partners: int = 0
     blocked: bool = False
     # Grows with every change of head, so that older entries of the candidate heap can be told from the latest.
     stamp: int = 0
@@ -56,6 +58,7 @@ class Lanes:
     make_queue: Callable[[], RequestQueue]
     eligible: Callable[[Constraints], int]
     max_lanes: int
+    partners: Callable[[Constraints], int] = lambda constraints: 0
     stats: LaneStats = field(default_factory=LaneStats)
     _lanes: dict[Constraints, Lane] = field(default_factory=dict)
     _overflow: Lane | None = None
@@ -107,7 +110,7 @@ class Lanes:
                 if self._can_go(lane, busy, now):
                     return lane
                 lane.blocked = True
-                self._index(lane, lane.eligible)
+                self._index(lane, lane.eligible | lane.partners)
             heappop(heap)
         return None
 
@@ -149,7 +152,7 @@ class Lanes:
             self.remove(work)
         for lane in self._all():
             if lane.constraints is not None:
-                lane.eligible = self.eligible(lane.constraints)
+                self._ask(lane, lane.constraints)
             self._settle(lane)
         return stranded
 
@@ -157,7 +160,7 @@ class Lanes:
         """The endpoints that any lane's head may use."""
         mask = 0
         for lane in self._all():
-            mask |= lane.eligible
+            mask |= lane.eligible | lane.partners
         return mask
 
     def held_until(self, now: float) -> float:
@@ -184,8 +187,8 @@ class Lanes:
         if lane is None:
             before = self._sole
             if len(self._lanes) < self.max_lanes:
-                mask = self.eligible(constraints)
-                lane = self._lanes[constraints] = Lane(self.make_queue(), constraints, mask)
+                lane = self._lanes[constraints] = Lane(self.make_queue(), constraints)
+                self._ask(lane, constraints)
             else:
                 lane = self._overflow = self._overflow or Lane(self.make_queue(), None)
             self._count_lanes()
@@ -209,7 +212,7 @@ class Lanes:
         lane.stamp += 1
         if lane.queue:
             if lane.constraints is None:
-                lane.eligible = self.eligible(lane.queue.peek().demand.constraints)
+                self._ask(lane, lane.queue.peek().demand.constraints)
             self._offer(lane)
             return
         self._index(lane, 0)
@@ -228,7 +231,14 @@ class Lanes:
 
     def _can_go(self, lane: Lane, busy: int, now: float) -> bool:
         self.stats.examined += 1
-        return bool(lane.eligible & ~busy) and lane.queue.held_until() <= now
+        if not lane.eligible & ~busy or (lane.partners and not lane.partners & ~busy):
+            return False
+        return lane.queue.held_until() <= now
+
+    def _ask(self, lane: Lane, constraints: Constraints) -> None:
+        """Who may take the lane's head."""
+        lane.eligible = self.eligible(constraints)
+        lane.partners = self.partners(constraints)
 
     def _offer(self, lane: Lane) -> None:
         lane.blocked = False

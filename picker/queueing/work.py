@@ -80,8 +80,16 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefill:
+    """Another endpoint reads the prompt, and is booked for as long as that takes."""
+
+    decision: Decision
+    booking: Booking
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
-    """The request goes to `decision.endpoint`, where it is booked.
+    """The request goes to `decision.endpoint`, where it is booked. prefill: where its prompt is read, if elsewhere.
 
     deficit: the class's deficit before and after the charge of `work.cost`. waited: seconds since arrival.
     """
@@ -92,6 +100,12 @@ class Released:
     waited: float
     deficit_before: int
     deficit_after: int
+    prefill: Prefill | None = None
+
+    @property
+    def reader(self) -> Decision:
+        """The choice of the endpoint that reads the prompt."""
+        return self.decision if self.prefill is None else self.prefill.decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from picker.policy.constraints import LabelSelector, Taint, TaintEffect, Toleration
+from picker.policy.constraints import LabelIn, LabelSelector, Taint, TaintEffect, Toleration
 from picker.pool.endpoint import Endpoint, EndpointSpec
 
 
@@ -30,7 +30,8 @@ class Constraints:
 
     allow: allow-lists that must all admit it (Envoy's subset hint, a trusted header): `ip`, `ip:port`,
     `[v6]:port` or an endpoint's name. pin: one endpoint, in the same forms. required_taints: taint keys (or
-    `key=value`) that the endpoint must carry; requiring a taint tolerates it.
+    `key=value`) that the endpoint must carry; requiring a taint tolerates it. role: what the endpoint must be there
+    for. prefill: what is asked of another endpoint that reads the prompt in its place.
     """
 
     allow: tuple[frozenset[str], ...] = ()
@@ -40,12 +41,15 @@ class Constraints:
     pin: str | None = None
     rank: int | None = None
     adapter: str | None = None
+    role: LabelIn | None = None
+    prefill: Constraints | None = None
     # Constraints are keys of many dicts, and their fields do not remember their hashes.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         fields = (self.allow, self.selector, self.tolerations, self.required_taints)
-        object.__setattr__(self, "_hash", hash((fields, self.pin, self.rank, self.adapter)))
+        others = (self.pin, self.rank, self.adapter, self.role, self.prefill)
+        object.__setattr__(self, "_hash", hash((fields, others)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -63,6 +67,8 @@ class Constraints:
         if self.pin is not None and not names((self.pin,), spec):
             return Ineligible.NOT_PINNED
         if not self.selector.matches(spec.labels):
+            return Ineligible.NOT_SELECTED
+        if self.role is not None and not self.role.matches(spec.labels):
             return Ineligible.NOT_SELECTED
         if not spec.ready:
             return Ineligible.NOT_READY

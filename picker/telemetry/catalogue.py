@@ -379,6 +379,14 @@ ROOM_METRICS = (
     _of_room(
         "predicted_index", "expired", "picker_predicted_expired_blocks_total", "Predictions that ran out."
     ),
+    _of_room(
+        "disaggregation",
+        "requests",
+        "picker_disaggregated_requests_total",
+        "Requests of profiles with disaggregation, by where their prompts were read: apart, or (short,"
+        " no_prefill_endpoint) by the endpoint that decodes.",
+        "prefill",
+    ),
     _of_room("sessions", "known", "picker_sessions", "Sessions whose endpoint is remembered."),
     _of_room("sessions", "started", "picker_sessions_started_total", "Sessions that began."),
     _of_room(

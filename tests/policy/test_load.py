@@ -21,6 +21,20 @@ def refused(data: dict[str, Any] | str) -> PolicyError:
     return caught.value
 
 
+def test_disaggregation_is_of_a_profile_and_needs_no_classes() -> None:
+    own = {"disaggregation": {"min_uncached_tokens": 64, "role_label": "role", "prefill_roles": ["p"]}}
+    policy = load({**own, "models": {"llama": profile()}})
+    rule = policy.profile("other").disaggregation
+    assert rule is not None
+    assert (rule.min_uncached_tokens, rule.role_label, rule.prefill_roles) == (64, "role", ("p",))
+    assert rule.decode_roles == ("decode", "both", "prefill-decode")
+    assert policy.profile("llama").disaggregation is None, "a model's profile replaces the root whole"
+    assert [entry.name for entry in policy.root.classes] == ["default"]
+    of_model = load({"models": {"llama": profile() | own}})
+    assert of_model.profile("llama").disaggregation == rule
+    assert of_model.profile("other").disaggregation is None
+
+
 def test_every_key_reaches_its_class() -> None:
     policy = load(
         with_class(
@@ -33,6 +47,7 @@ def test_every_key_reaches_its_class() -> None:
             raw_isl_token_queue_limit_per_worker=2**64 - 1,
             cached_token_queue_limit_per_worker=5,
             max_queue_wait=30,
+            endpoint_share_bound=7,
             wspt_aging=2.5,
             high_priority_first=True,
             strict_priority=3,
@@ -53,6 +68,7 @@ def test_every_key_reaches_its_class() -> None:
     assert entry.raw_isl_token_queue_limit_per_worker == 2**64 - 1
     assert entry.cached_token_queue_limit_per_worker == 5
     assert (entry.max_queue_wait, entry.wspt_aging, entry.output_charge) == (30.0, 2.5, 0.5)
+    assert entry.endpoint_share_bound == 7
     assert entry.high_priority_first
     assert entry.fair_tenants
     assert entry.strict_priority == 3
@@ -115,6 +131,15 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown top key": (
         profile(polcy_classes=[]),
         'unknown key "polcy_classes"; did you mean "policy_classes"?',
+    ),
+    "unknown disaggregation key": (
+        {"disaggregation": {"prefil_roles": ["p"]}},
+        'unknown key "prefil_roles"; did you mean "prefill_roles"?',
+    ),
+    "no role": ({"disaggregation": {"decode_roles": []}}, "must not be empty"),
+    "nothing uncached": (
+        {"disaggregation": {"min_uncached_tokens": 0}},
+        "must be greater than zero",
     ),
     "unknown class key": (with_class(quantumm=1), 'unknown key "quantumm"; did you mean "quantum"?'),
     "unknown bucket key": (

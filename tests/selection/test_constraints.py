@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from picker.policy.constraints import LabelSelector, Taint, TaintEffect, Toleration
+from picker.policy.constraints import LabelIn, LabelSelector, Taint, TaintEffect, Toleration
 from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
 from picker.selection.constraints import Constraints, Ineligible
 
@@ -30,6 +30,7 @@ def refuse(constraints: Constraints, **changes: Any) -> Ineligible | None:
 # request that waits for the endpoint that it is pinned to).
 Dimension = list[tuple[str, dict[str, Any], dict[str, Any], set[Ineligible], set[Ineligible]]]
 
+DECODE = LabelIn("role", frozenset({"decode", "both"}), or_absent=True)
 OTHERS = frozenset({"10.9.9.9", "pod-b"})
 OURS = frozenset({"10.0.0.1:8000", "pod-b"})
 SPOT = "spot=yes"
@@ -61,6 +62,7 @@ PIN: Dimension = [
 SELECTOR: Dimension = [
     both("selected", {"selector": LabelSelector.of({"zone": "west"})}, {"labels": {"zone": "west"}}, None),
     both("not selected", {"selector": LabelSelector.of({"zone": "west"})}, {}, Ineligible.NOT_SELECTED),
+    both("of another role", {"role": DECODE}, {"labels": {"role": "prefill"}}, Ineligible.NOT_SELECTED),
 ]
 READY: Dimension = [
     both("ready", {}, {}, None),
@@ -165,7 +167,7 @@ def test_every_combination_is_refused_for_the_first_of_its_reasons() -> None:
             expected = min(reasons, key=PRECEDENCE.index, default=None)
             assert constraints.refuse(candidate, waiting=waiting) is expected, [cell[0] for cell in row]
             tried += 1
-    assert tried == 2 * 4 * 3 * 2 * 2 * 4 * 3 * 11 * 6
+    assert tried == 2 * 4 * 3 * 3 * 2 * 4 * 3 * 11 * 6
 
 
 def test_every_reason_and_every_effect_has_been_tried() -> None:
@@ -201,6 +203,25 @@ def test_an_ipv6_authority_has_brackets_and_a_bare_address_has_none() -> None:
 @pytest.mark.parametrize("form", ["", "10.0.0", "10.0.0.1:", "10.0.0.10", "POD-A", "10.0.0.1:80000"])
 def test_what_only_looks_like_a_name_names_nobody(form: str) -> None:
     assert refuse(Constraints(allow=(frozenset({form}),))) is Ineligible.NOT_ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("labels", "decodes", "prefills"),
+    [
+        ({"role": "decode"}, True, False),
+        ({"role": "both"}, True, False),
+        ({"role": "prefill"}, False, True),
+        ({}, True, False),
+        ({"role": ""}, False, False),
+        ({"other": "prefill"}, True, False),
+    ],
+)
+def test_a_role_is_a_label_with_one_of_some_values(
+    labels: dict[str, str], decodes: bool, prefills: bool
+) -> None:
+    prefill = LabelIn("role", frozenset({"prefill"}))
+    assert (refuse(Constraints(role=DECODE), labels=labels) is None) == decodes
+    assert (refuse(Constraints(role=prefill), labels=labels) is None) == prefills
 
 
 def test_equal_constraints_are_one_key() -> None:

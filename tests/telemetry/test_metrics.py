@@ -30,6 +30,7 @@ from picker.pool.pool import PoolStats
 from picker.pool.scraper import ScraperStats
 from picker.pool.static_file import PoolFileStats
 from picker.queueing.fairness import Gap
+from picker.selection.disaggregation import DisaggregationStats
 from picker.selection.sessions import SessionStats
 from picker.telemetry import ClassStats, EndpointStats, Telemetry
 from picker.telemetry.catalogue import CATALOGUE, HISTOGRAMS, ROOM_METRICS, STAGES, Kind
@@ -63,6 +64,7 @@ ROOMS = {
     "fairness_worst": Gap,
     "recording": RecordingStats,
     "sessions": SessionStats,
+    "disaggregation": DisaggregationStats,
     "log": LogStats,
     "faces": CrewStats,
     "face": ProcessStats,
