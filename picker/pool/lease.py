@@ -230,9 +230,27 @@ class LeaderElector:
         lease = self._election.release(datetime.now(UTC))
         self._announce()
         try:
-            await self._api.request("PUT", self._path, body=lease, timeout=_RESIGN_TIMEOUT)
+            async with asyncio.timeout(_RESIGN_TIMEOUT):
+                await self._give_back(lease)
+        except TimeoutError:
+            self._failed("could not be given back: no answer in time")
         except ApiError as error:
             self._failed(f"could not be given back: {error}")
+
+    async def _give_back(self, lease: dict[str, Any]) -> None:
+        """A renewal that was on its way when the end came may have changed the lease since it was last seen."""
+        while True:
+            try:
+                await self._api.request("PUT", self._path, body=lease, timeout=_RESIGN_TIMEOUT)
+                return
+            except ApiError as error:
+                if error.status != 409:
+                    raise
+            now = await self._api.request("GET", self._path, timeout=_RESIGN_TIMEOUT)
+            self._election.observe(now, self._clock())
+            if self.holder != self._election.identity:
+                return
+            lease = self._election.release(datetime.now(UTC))
 
 
 def _spec(lease: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -146,7 +146,7 @@ def held_by(holder: str) -> dict[str, Any]:
     return {"metadata": {"name": "picker"}, "spec": spec}
 
 
-FAST = LeaseSettings(duration=5.0, retry_period=0.01, request_timeout=0.5)
+FAST = LeaseSettings(duration=5.0, retry_period=0.01, request_timeout=1.0)
 
 
 class Candidate:
@@ -192,6 +192,26 @@ async def test_a_leader_that_shuts_down_hands_over_at_once(kube: FakeKube, api: 
     assert b.elector.holder == "b"
     await b.stop()
     assert (b.said, b.elector.stats.failures) == (["started", "stopped"], 0)
+
+
+async def test_the_lease_is_given_back_even_if_a_renewal_was_on_its_way(kube: FakeKube, api: KubeApi) -> None:
+    a = Candidate(api, "a", None)
+    await until(lambda: a.elector.leading)
+    # The server has taken a renewal whose answer will not be read any more.
+    kube.put(LEASES, held_by("a"))
+    await a.stop()
+    assert a.elector.stats.failures == 0
+    b = Candidate(api, "b", lambda: 0.0)
+    await until(lambda: b.elector.leading)
+    await b.stop()
+
+
+async def test_a_lease_that_another_has_taken_is_not_given_back(kube: FakeKube, api: KubeApi) -> None:
+    a = Candidate(api, "a", None)
+    await until(lambda: a.elector.leading)
+    kube.put(LEASES, held_by("b"))
+    await a.stop()
+    assert a.elector.holder == "b"
 
 
 async def test_a_dead_leader_is_followed_when_its_lease_is_over(kube: FakeKube, api: KubeApi) -> None:
