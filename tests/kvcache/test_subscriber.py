@@ -23,7 +23,7 @@ from tests.kvcache.fake_engine import FakeEngine, until
 from tests.kvcache.wire import SIZE, as_row, hashes, payload, removed, stored, tokens
 
 QUICK = KvEventLimits(
-    subscriber=SubscriberLimits(replay_idle=0.2, reconnect_first=0.01, reconnect_longest=0.05)
+    subscriber=SubscriberLimits(replay_idle=0.5, reconnect_first=0.01, reconnect_longest=0.05)
 )
 
 
