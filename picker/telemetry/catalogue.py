@@ -425,6 +425,9 @@ ROOM_METRICS = (
     _of_room(
         "tokens", "cache_misses", "picker_token_cache_misses_total", "Parts of prompts not found there."
     ),
+    _of_room(
+        "tokens", "cache_evictions", "picker_token_cache_evictions_total", "Parts dropped for want of room."
+    ),
     _of_room("tokens", "cache_bytes", "picker_token_cache_bytes", "Size of the tokenization cache."),
     _of_room(
         "tokens", "load_failures", "picker_tokenizer_load_failures_total", "Tokenizers that did not load."

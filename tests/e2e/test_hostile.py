@@ -298,7 +298,7 @@ class TestLogs:
 
 
 class TestFloods:
-    async def test_a_thousand_names_of_everything(self, stack: FaultCluster) -> None:
+    async def test_hundreds_of_names_of_everything(self, stack: FaultCluster) -> None:
         """Models, tenants, sessions, ids and classes: what is remembered of them is bounded."""
 
         async def one(client: httpx.AsyncClient, number: int) -> None:
@@ -315,13 +315,13 @@ class TestFloods:
 
         async def flood(start: int) -> tuple[int, int]:
             async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-                for number in range(start, start + 1000, 20):
+                for number in range(start, start + 400, 20):
                     await asyncio.gather(*(one(client, number + step) for step in range(20)))
             await stack.picker.idle()
             return await stack.picker.series(), stack.picker.rss()
 
         series, memory = await flood(0)
-        more_series, more_memory = await flood(1000)
+        more_series, more_memory = await flood(400)
         assert more_series <= series + 5
         assert more_memory - memory < 20e6
 
@@ -366,6 +366,34 @@ class TestMalformedRequests:
         response = await post(stack, b'{"prompt": "' + b"x" * (5 << 20) + b'"}', "identity")
         assert response.status_code == 413
         assert (await stack.picker.idle())["picker_bodies_held_bytes"] == 0
+
+    async def test_a_refusal_over_a_limit_says_which_and_is_counted_under_its_name(
+        self, stack: FaultCluster
+    ) -> None:
+        message = {"role": "user", "content": "x"}
+        bodies = {
+            "max_json_depth": b'{"prompt": "x", "deep": ' + b"[" * 200 + b"]" * 200 + b"}",
+            "max_json_values": b'{"prompt": "x", "many": [' + b"[]," * 300_000 + b"1]}",
+            "max_prompts": json.dumps({"prompt": ["x"] * 3000}).encode(),
+            "max_messages": json.dumps({"messages": [message] * 9000}).encode(),
+            "max_model_length": json.dumps({"prompt": "x", "model": "m" * 300}).encode(),
+        }
+        counted = "picker_extproc_refused_total"
+        before = await stack.picker.by_reason(counted)
+        for limit, body in bodies.items():
+            path = "/v1/chat/completions" if limit == "max_messages" else "/v1/completions"
+            response = await post(stack, body, "identity", path)
+            assert response.status_code == 400
+            assert response.headers["x-picker-dropped-reason"] == limit
+            assert response.json()["error"]["type"] == "invalid_request_error"
+        after = await stack.picker.by_reason(counted)
+        assert {limit: after[limit] - before.get(limit, 0) for limit in bodies} == dict.fromkeys(bodies, 1)
+
+    async def test_large_headers_are_431(self, tmp_path: Path) -> None:
+        async with cluster(tmp_path, engines=1, settings={"extproc": {"max_header_bytes": 4096}}) as stack:
+            assert await raw(stack, [("x", "y" * 5000)], BODY, "/v1/completions") == 431
+            assert await raw(stack, [("x", "y" * 3000)], BODY, "/v1/completions") == 200
+            assert (await stack.picker.by_reason("picker_extproc_refused_total"))["headers_too_large"] == 1
 
 
 @asynccontextmanager

@@ -39,7 +39,14 @@ class CheckedEngine:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=64 * 1024 * 1024)
-        app.add_routes([web.get("/metrics", self._metrics), web.route("*", "/{path:.*}", self._answer)])
+        app.add_routes(
+            [
+                web.get("/metrics", self._metrics),
+                # As an engine answers that is too old to be asked.
+                web.get("/kv_event_sources", self._unknown),
+                web.route("*", "/{path:.*}", self._answer),
+            ]
+        )
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -71,6 +78,9 @@ class CheckedEngine:
     async def _metrics(self, _: web.Request) -> web.Response:
         truth = IDLE_METRICS.replace("} 0", f"}} {self.running}")
         return web.Response(text=truth if self.metrics is None else self.metrics)
+
+    async def _unknown(self, _: web.Request) -> web.Response:
+        return web.Response(status=404)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self._open.append(request)

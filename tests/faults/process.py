@@ -114,6 +114,10 @@ class PickerChild:
         """A metric's value for each endpoint's address."""
         return await self._by_label(name, "address")
 
+    async def by_reason(self, name: str) -> dict[str, float]:
+        """A metric's value for each reason."""
+        return await self._by_label(name, "reason")
+
     async def _by_label(self, name: str, label: str) -> dict[str, float]:
         async with self._session.get(f"http://127.0.0.1:{self.admin_port}/metrics") as response:
             families = text_string_to_metric_families(await response.text())
