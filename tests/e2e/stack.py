@@ -46,7 +46,7 @@ class Stack:
 
     async def settled(self) -> None:
         """Wait until nothing is booked and nothing waits: every end has been heard of."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(self.app.exchanges) or len(self.app.queue) or self.app.faces.open_streams:
                 await asyncio.sleep(0.01)
 
@@ -98,7 +98,7 @@ async def gateway(
         session = await exits.enter_async_context(
             aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not app.health.ready or not app.pool.synced:
                 await asyncio.sleep(0.01)
         yield Stack(app, addresses, [], envoy, session)

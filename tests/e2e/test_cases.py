@@ -83,14 +83,14 @@ def served(stack: Stack) -> list[int]:
 async def occupy(stack: Stack, tokens: int = 40) -> asyncio.Task[dict[str, Any]]:
     """Take the narrow stack's only place for `tokens` times 50 ms."""
     task = asyncio.create_task(stack.complete([9] * 20, max_tokens=tokens))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not served(stack)[0]:
             await asyncio.sleep(0.005)
     return task
 
 
 async def waiting(stack: Stack, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(stack.app.queue) != count:
             await asyncio.sleep(0.005)
 
@@ -228,7 +228,7 @@ class TestSubset:
         async with running_stack(tmp_path, [FAST, slow], **options) as stack:
             only_b = {SUBSET: authority(stack, 1)}
             first = asyncio.create_task(stack.complete([3] * 20, max_tokens=20, headers=only_b))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while not served(stack)[1]:
                     await asyncio.sleep(0.005)
             second = asyncio.create_task(stack.complete([4] * 20, headers=only_b))
@@ -329,7 +329,7 @@ class TestQueueOutcomes:
         async with running_stack(tmp_path, [slow, slow], policy=ONE_AT_A_TIME) as stack:
             pin_a = {"x-picker-endpoint": "pod-0"}
             first = asyncio.create_task(stack.complete([3] * 20, max_tokens=40, headers=pin_a))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while not served(stack)[0]:
                     await asyncio.sleep(0.005)
             pinned = asyncio.create_task(stack.complete([4] * 20, headers=pin_a))

@@ -76,7 +76,7 @@ async def test_events_alone_are_enough_to_know_what_is_cached(tmp_path: Path) ->
     settings = {"kvcache": {"bridge_ttl": 0.001}}
     async with running_stack(tmp_path, engines, settings=settings) as stack:
         first = await stack.complete(prompt(1, 1), max_tokens=40)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while stack.app.index.stats.stored < 24 or len(stack.app.predicted):
                 await asyncio.sleep(0.01)
         again = await stack.complete(prompt(1, 1), max_tokens=40)
@@ -90,13 +90,13 @@ async def test_a_restarted_engine_is_not_believed_to_be_warm(tmp_path: Path) -> 
     settings = MockEngineSettings(name="pod-0", prefill_rate=1e6)
     async with running_stack(tmp_path, [settings], settings={"kvcache": {"bridge_ttl": 60}}) as stack:
         await stack.complete(prompt(1, 1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while stack.app.index.stats.stored < 22:
                 await asyncio.sleep(0.01)
         async with stack.session.post(f"{stack.engines[0].addresses.url}/reset_prefix_cache") as response:
             assert response.status == 200
         await stack.complete([7] * 64)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while stack.app.index.blocks_of(0) > 8:
                 await asyncio.sleep(0.01)
         answer = await stack.complete(prompt(1, 1))
@@ -110,13 +110,13 @@ async def test_engines_are_asked_for_their_events_unless_they_are_said_to_have_n
     extras = [{"kv_events": None, "kv_replay": None}, {"kv_events": False, "kv_replay": None}]
     async with running_stack(tmp_path, engines, endpoint_extras=extras) as stack:
         app = stack.app
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not app.kv_events.connected:
                 await asyncio.sleep(0.01)
         assert [app.kv_events.is_connected(endpoint.spec.uid) for endpoint in app.pool] == [True, False]
         await asyncio.gather(*(stack.complete(prompt(prefix, 0)) for prefix in range(4)))
         await stack.settled()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not app.index.blocks_of(0):
                 await asyncio.sleep(0.01)
         assert not app.index.blocks_of(1)
@@ -133,7 +133,7 @@ async def test_blocks_in_a_slower_tier_are_expected_to_be_reported_whole(tmp_pat
         keys = block_keys(ids, BLOCK)
         await stack.complete(ids)
         await stack.settled()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while app.index.blocks_of(0) < len(keys):
                 await asyncio.sleep(0.01)
         app.predicted.drop(0)

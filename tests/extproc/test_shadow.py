@@ -131,7 +131,7 @@ async def shadowing(directory: Path) -> AsyncIterator[tuple[App, Any]]:
     try:
         addresses = await app.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{addresses.extproc}") as channel:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not app.health.ready:
                     await asyncio.sleep(0.01)
             yield app, ExternalProcessorStub(channel)

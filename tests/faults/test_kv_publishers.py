@@ -45,7 +45,7 @@ class Publisher:
     async def reopen(self) -> None:
         """As after a restart; the system takes a moment to give the port back."""
         self.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.socket is None:
                 try:
                     self.open()
@@ -93,7 +93,7 @@ async def publishing(directory: Path) -> AsyncIterator[tuple[FaultCluster, Publi
 async def known(faulty: FaultCluster, publisher: Publisher) -> None:
     """Publish until Picker has heard: a subscriber misses what was said before it came."""
     before = (await faulty.picker.metrics())["picker_kv_events_total"]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await faulty.picker.metrics())["picker_kv_events_total"] == before:
             await publisher.store(7)
             await asyncio.sleep(0.05)
