@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 SOAK_SECONDS ?= 1800
+FUZZ_SECONDS ?= 60
 
 # The first of these that runs and is new enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow laws soak docs protos lock clean
+.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow laws soak fuzz docs protos lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -56,6 +57,9 @@ laws: $(READY)  ## the queue's laws over a million random decisions (minutes)
 
 soak: $(READY)  ## mixed load with faults for SOAK_SECONDS
 	PICKER_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -m soak -s $(ARGS)
+
+fuzz: $(READY)  ## each place where bytes of others come in, for FUZZ_SECONDS; led by coverage where atheris is there
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 docs: $(READY)  ## write the generated references anew
 	$(BIN)/picker reference --write
