@@ -55,7 +55,7 @@ class Crew:
         self._pool = pool
         self._health = health
         self._core = Surroundings(decider, self.tally, self._greetings, logged, self._changed, clock)
-        self._seats: list[Seat] = []
+        self.seats: list[Seat] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._reserved: socket.socket | None = None
         self._told = self._news()
@@ -64,14 +64,14 @@ class Crew:
     @property
     def stats(self) -> CrewStats:
         return CrewStats(
-            sum(seat.serving for seat in self._seats), sum(seat.restarts for seat in self._seats)
+            sum(seat.serving for seat in self.seats), sum(seat.restarts for seat in self.seats)
         )
 
     @property
     def open_streams(self) -> int:
         """Streams that faces had open when they last said so, and requests of theirs that the core has now."""
         streams: int = self.tally.room("extproc").active_streams
-        return streams + sum(seat.requests for seat in self._seats)
+        return streams + sum(seat.requests for seat in self.seats)
 
     def sources(self) -> dict[str, Any]:
         """What all faces have counted, by room, and the state of the faces themselves."""
@@ -83,9 +83,9 @@ class Crew:
         self._reserved = _reserve(extproc.host, extproc.port)
         port: int = self._reserved.getsockname()[1]
         self._welcome = Welcome(_part_of(self._settings, port).model_dump_json())
-        self._seats = [Seat(number, self._core) for number in range(extproc.workers)]
-        self._tasks = [asyncio.create_task(seat.keep()) for seat in self._seats]
-        started = asyncio.gather(*(seat.started for seat in self._seats))
+        self.seats = [Seat(number, self._core) for number in range(extproc.workers)]
+        self._tasks = [asyncio.create_task(seat.keep()) for seat in self.seats]
+        started = asyncio.gather(*(seat.started for seat in self.seats))
         try:
             all_serve = all(await asyncio.wait_for(started, _START_SECONDS))
         except TimeoutError:
@@ -98,11 +98,11 @@ class Crew:
 
     async def stop(self) -> None:
         """Have every face end what is open, and wait for the end of its process."""
-        for seat in self._seats:
+        for seat in self.seats:
             seat.stop()
-        if self._seats:
-            await asyncio.wait(self._tasks[: len(self._seats)], timeout=_STOP_SECONDS)
-        for seat in self._seats:
+        if self.seats:
+            await asyncio.wait(self._tasks[: len(self.seats)], timeout=_STOP_SECONDS)
+        for seat in self.seats:
             seat.kill()
         for task in self._tasks:
             task.cancel()
@@ -118,14 +118,14 @@ class Crew:
         return shape, Ready(self._health.ready)
 
     def _changed(self) -> None:
-        self._health.update(serving=any(seat.serving for seat in self._seats))
+        self._health.update(serving=any(seat.serving for seat in self.seats))
 
     def _tell_news(self) -> None:
         """Tell the faces of the pool and of our readiness, as far as that has changed."""
         news = self._news()
         for message, told in zip(news, self._told, strict=True):
             if message != told:
-                for seat in self._seats:
+                for seat in self.seats:
                     seat.send(message)
         self._told = news
 
@@ -140,7 +140,7 @@ class Crew:
             await asyncio.sleep(_LOOK_EVERY)
             # Block sizes become known without a change of the pool.
             self._tell_news()
-            for seat in self._seats:
+            for seat in self.seats:
                 if seat.silent:
                     log.error("face %d is silent and is ended", seat.number)
                     seat.kill()

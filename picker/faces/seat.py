@@ -52,7 +52,7 @@ class Seat:
         self.started: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._core = core
         self._stopping = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._new_connection()
 
     @property
@@ -69,8 +69,8 @@ class Seat:
 
     def kill(self) -> None:
         """End the process whatever it is doing."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
 
     def stop(self) -> None:
         """Have the face end what is open and then itself; no other follows."""
@@ -98,7 +98,7 @@ class Seat:
         self._new_connection()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
+            self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "picker.faces",
@@ -112,10 +112,10 @@ class Seat:
         await self._channel.connect(ours)
         await self._lost.wait()
         try:
-            return await asyncio.wait_for(self._process.wait(), _LAST_SECONDS)
+            return await asyncio.wait_for(self.process.wait(), _LAST_SECONDS)
         except TimeoutError:
             self.kill()
-            return await self._process.wait()
+            return await self.process.wait()
 
     def _new_connection(self) -> None:
         self._heard_at = inf

@@ -44,14 +44,14 @@ class Tally:
 
     def __init__(self) -> None:
         self._gone: Counts = {}
-        self._last: dict[int, Counts] = {}
+        self.last: dict[int, Counts] = {}
 
     def count(self, face: int, counts: Counts) -> None:
         """What a face has counted since it started."""
-        self._last[face] = counts
+        self.last[face] = counts
 
     def gone(self, face: int) -> None:
-        for room, figures in self._last.pop(face, {}).items():
+        for room, figures in self.last.pop(face, {}).items():
             for field, value in figures.items():
                 if (room, field) not in _GAUGES:
                     kept = self._gone.setdefault(room, {})
@@ -62,7 +62,7 @@ class Tally:
         total: dict[str, Any] = {
             entry.field: {} if entry.metric.labels else 0 for entry in _METRICS if entry.room == name
         }
-        for counts in (self._gone, *self._last.values()):
+        for counts in (self._gone, *self.last.values()):
             for field, value in counts.get(name, {}).items():
                 total[field] = _sum(total[field], value)
         return SimpleNamespace(**total)
