@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from picker.extproc.access_log import MAX_REQUEST_ID_CHARS, REQUEST_ID_HEADER
 from picker.extproc.handler import Arrival, Refused
@@ -29,6 +31,13 @@ from picker.selection.selector import Demand
 from picker.selection.sessions import SessionKey
 from picker.tokens import TokenCount, Tokenizers
 
+T = TypeVar("T")
+
+# Bytes from which on a body is large.
+_LARGE = 64 * 1024
+# What a token is taken for, in bytes of a body.
+_TOKEN_BYTES = 4
+
 
 @dataclass(slots=True)
 class Preparation:
@@ -43,6 +52,7 @@ class Preparation:
     trust: HintTrust = field(default_factory=HintTrust)
     sessions: SessionSource | None = None
     _unpacking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+    _large: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def prepare(self, arrival: Arrival) -> Prepared | Refused:
         stage = StageClock()
@@ -80,8 +90,7 @@ class Preparation:
         model = request.model or ""
         adapter = model if model in self.pool.adapters() else None
         prompt = _prompt_keys(request, tokens, adapter)
-        for block_size in self.pool.block_sizes():
-            prompt.blocks(block_size)
+        await self._in_turn(tokens.count * _TOKEN_BYTES, partial(_hash, prompt, self.pool.block_sizes()))
         stage.done("hash")
         return Demand(tokens.count, prompt, _constraints(arrival, hints, adapter), hints.preferred_taints)
 
@@ -105,9 +114,26 @@ class Preparation:
             parse_request, arrival.method, arrival.path, arrival.headers, arrival.body, self.body_limits
         )
         if all(name != "content-encoding" for name, _ in arrival.headers):
-            return read()
+            return await self._in_turn(len(arrival.body), read)
         async with self._unpacking:
             return await asyncio.to_thread(read)
+
+    async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
+        """Do work on so many bytes of a body. Of large ones only one in a turn of the event loop: each takes a
+        millisecond or more, and many may come at the same time.
+        """
+        if size < _LARGE:
+            return work()
+        async with self._large:
+            try:
+                return work()
+            finally:
+                await asyncio.sleep(0)
+
+
+def _hash(prompt: PromptKeys, block_sizes: Iterable[int]) -> None:
+    for block_size in block_sizes:
+        prompt.blocks(block_size)
 
 
 def _gateway_id(arrival: Arrival) -> str | None:

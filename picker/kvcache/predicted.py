@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
@@ -13,6 +14,8 @@ from itertools import groupby, takewhile
 from picker.kvcache.index import KvIndex
 from picker.kvcache.matching import PrefixMatch, match_on_device, slots_of
 
+# Of a longer prompt the rest is entered in later turns, where there is somebody to sweep.
+_AT_ONCE = 1024
 # Slots tidy up when their predictions have this many keys more than twice what they need.
 _STALE_KEYS = 4096
 
@@ -39,8 +42,8 @@ class Prediction:
     slot: int
     number: int
     expiry: float
-    keys: array[int]
-    older: Sequence[tuple[Prediction | None, int]] = ()
+    keys: array[int] = field(default_factory=lambda: array("Q"))
+    older: tuple[tuple[Prediction | None, int], ...] = ()
     confirmed: bool = False
     # It does not hold: retracted, expired, or forgotten with its endpoint.
     void: bool = False
@@ -84,7 +87,8 @@ class PredictedIndex:
     another's away. Each slot is bounded to what its engine can hold, least recently predicted first, a
     prompt's tail before its head. Times are the caller's clock, in seconds.
 
-    As with `KvIndex`, a dropped slot's blocks fade, and `on_fading` asks for `sweep`.
+    As with `KvIndex`, a dropped slot's blocks fade, and `on_fading` asks for `sweep`. Where that is heard, of a very
+    long prompt only the head is known at once.
     """
 
     def __init__(self, *, on_fading: Callable[[], None] | None = None) -> None:
@@ -95,6 +99,8 @@ class PredictedIndex:
         self._slots: dict[int, _Slot] = {}
         self._fading: dict[int, list[_Slot]] = {}
         self._fading_mask = 0
+        # The tails of long prompts: where, what, and from which block on they are still to be entered.
+        self._tails: deque[tuple[_Slot, Prediction, Sequence[int], int, int]] = deque()
         self._last = 0  # number of the latest prediction
         self._next_expiry = math.inf  # no entry expires before this
 
@@ -118,7 +124,7 @@ class PredictedIndex:
         keys = keys[:capacity]
         self._last += 1
         expiry = now + ttl
-        prediction = Prediction(slot, self._last, expiry, array("Q", keys))
+        prediction = Prediction(slot, self._last, expiry)
         if not keys:
             prediction.void = True
             return prediction
@@ -126,14 +132,14 @@ class PredictedIndex:
         if state is None:
             state = self._slots[slot] = _Slot(1 << slot)
         _cut(state, expiry)
-        self._enter(state, prediction, keys)
+        state.predictions[prediction.number] = prediction
         self._next_expiry = min(self._next_expiry, expiry)
-        while len(state.entries) > capacity:
-            before = len(state.entries)
-            self._spend(state, 1)
-            self.stats.evicted += before - len(state.entries)
-        if state.keys > state.tidy_at:
-            _tidy(state)
+        if self.on_fading is None or len(keys) <= _AT_ONCE:
+            self._enter(state, prediction, keys, capacity)
+        else:
+            self._enter(state, prediction, keys[:_AT_ONCE], capacity)
+            self._tails.append((state, prediction, keys, _AT_ONCE, capacity))
+            self.on_fading()
         return prediction
 
     def confirm(self, prediction: Prediction) -> None:
@@ -156,10 +162,13 @@ class PredictedIndex:
                 self.stats.retracted += 1
 
     def sweep(self, now: float, limit: float = math.inf) -> bool:
-        """Forget up to about `limit` blocks of what fades or has expired by `now`. False when nothing is left.
-
-        Costs next to nothing when there is nothing to do.
+        """Enter the tails of long prompts, and forget what fades or has expired by `now`: up to about `limit` blocks.
+        False when nothing is left. Costs next to nothing when there is nothing to do.
         """
+        while self._tails:
+            if limit <= 0:
+                return True
+            limit -= self._enter_tail(int(min(limit, _AT_ONCE)))
         for slot, states in list(self._fading.items()):
             while states:
                 limit -= self._spend(states[-1], limit)
@@ -197,25 +206,41 @@ class PredictedIndex:
         else:
             self.sweep(-math.inf)
 
-    def _enter(self, state: _Slot, prediction: Prediction, keys: Sequence[int]) -> None:
+    def _enter_tail(self, limit: int) -> int:
+        """Enter up to `limit` blocks of the tail that has waited longest. Returns how many."""
+        state, prediction, keys, start, capacity = self._tails.popleft()
+        if self._slots.get(prediction.slot) is not state or len(prediction.keys) != start or prediction.void:
+            # Dropped, retracted, or cut short by the capacity meanwhile.
+            return 0
+        end = start + limit
+        self._enter(state, prediction, keys[start:end], capacity)
+        if end < len(keys):
+            self._tails.appendleft((state, prediction, keys, end, capacity))
+        return limit
+
+    def _enter(self, state: _Slot, prediction: Prediction, keys: Sequence[int], capacity: int) -> None:
         entries, holders, bit = state.entries, self._holders, state.bit
         fresh = [key for key in keys if key not in entries]
-        if len(fresh) < len(keys):
-            runs = groupby(map(entries.get, keys))
-            prediction.older = tuple(
-                (None if number is None else state.predictions[number], sum(1 for _ in run))
-                for number, run in runs
-            )
+        if len(fresh) < len(keys) and not prediction.confirmed:
+            prediction.older += _runs(state, prediction, keys)
+        prediction.keys.extend(keys)
         for faded in self._fading.get(state.bit.bit_length() - 1, ()):
             for key in fresh:
                 faded.entries.pop(key, None)
-        for key in fresh:
-            holders[key] = holders.get(key, 0) | bit
+        new = [key for key in fresh if key not in holders]
+        if len(new) < len(fresh):
+            for key in filter(holders.__contains__, fresh):
+                holders[key] |= bit
+        holders.update(dict.fromkeys(new, bit))
         entries.update(dict.fromkeys(keys, prediction.number))
-        state.predictions[prediction.number] = prediction
         state.keys += len(keys)
         self.stats.predicted += len(fresh)
         self.stats.renewed += len(keys) - len(fresh)
+        while (over := len(entries) - capacity) > 0:
+            self._spend(state, over)
+            self.stats.evicted += over - (len(entries) - capacity)
+        if state.keys > state.tidy_at:
+            _tidy(state)
 
     def _expire(self, now: float, limit: float) -> bool:
         self._next_expiry = math.inf
@@ -252,6 +277,18 @@ class PredictedIndex:
             self._holders[key] = rest
         else:
             del self._holders[key]
+
+
+def _runs(
+    state: _Slot, prediction: Prediction, keys: Sequence[int]
+) -> tuple[tuple[Prediction | None, int], ...]:
+    """Who has predicted these blocks last, which follow those that the prediction has already."""
+    missing = len(prediction.keys) - sum(blocks for _, blocks in prediction.older)
+    runs = [
+        (None if number is None else state.predictions[number], sum(1 for _ in run))
+        for number, run in groupby(map(state.entries.get, keys))
+    ]
+    return ((None, missing), *runs)
 
 
 def _cut(state: _Slot, expiry: float) -> None:
