@@ -21,6 +21,7 @@ pytestmark = pytest.mark.kube
 
 NAMES = [path.stem for path in EXAMPLES]
 STANDALONE = "mode=standalone"
+FILES = ("tls.mode=files", "tls.secretName=cert")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,16 @@ def test_lint(binaries: Binaries, example: str) -> None:
         ),
         (["gateway.provider=envoy-gateway", "inferencePool.targetPorts={1,2}"], "one port of each pod"),
         (["tls.mode=files"], "needs tls.secretName"),
+        (["tls.clientCaConfigMap=ca"], r"tls\.clientCaConfigMap needs tls\.mode files"),
+        (["tls.clientCaConfigMap=ca", "tls.mode=off"], r"tls\.clientCaConfigMap needs tls\.mode files"),
+        ([*FILES, "tls.clientCaConfigMap=ca", "gateway.provider=istio"], "shows no certificate"),
+        (["mode=standalone", "tls.mode=self-signed"], "in plain text"),
+        (["mode=standalone", *FILES], "in plain text"),
+        (["gateway.provider=envoy-gateway", "tls.mode=self-signed"], "verifies"),
+        (["gateway.provider=envoy-gateway", *FILES], r"needs tls\.caConfigMap"),
+        (["tls.caConfigMap=ca"], r"tls\.caConfigMap is for"),
+        # Without its response stream Envoy Gateway would tell of no completion.
+        (["gateway.observeResponses=false"], "observeResponses"),
     ],
 )
 def test_values_that_cannot_work_are_refused(render: Renderer, flags: list[str], error: str) -> None:
@@ -155,6 +166,26 @@ def test_tls_is_what_the_proxy_expects(render: Renderer, tmp_path: Path) -> None
         ("tls.mode=off",): "off",
     }.items():
         assert _settings(render(*flags), tmp_path).extproc.tls.mode == mode
+
+
+def test_envoy_gateway_verifies_the_certificate_that_picker_shows(render: Renderer, tmp_path: Path) -> None:
+    provider = "gateway.provider=envoy-gateway"
+    assert not render(provider).all("BackendTLSPolicy")
+    rendered = render(provider, *FILES, "tls.caConfigMap=ca")
+    assert _settings(rendered, tmp_path).extproc.tls.mode == "files"
+    [backend] = rendered.one("EnvoyExtensionPolicy")["spec"]["extProc"][0]["backendRefs"]
+    policy = rendered.one("BackendTLSPolicy")["spec"]
+    assert [target["name"] for target in policy["targetRefs"]] == [backend["name"]]
+    assert policy["validation"] == {
+        "caCertificateRefs": [{"group": "", "kind": "ConfigMap", "name": "ca"}],
+        "hostname": f"{backend['name']}.serving.svc",
+    }
+
+
+def test_envoy_gateway_shows_picker_every_response(render: Renderer) -> None:
+    """It has no access log for Picker, which would else never learn that a request is over."""
+    [ext_proc] = render("gateway.provider=envoy-gateway").one("EnvoyExtensionPolicy")["spec"]["extProc"]
+    assert ext_proc["processingMode"]["response"] == {"body": "FullDuplexStreamed"}
 
 
 # What replaces the pods
@@ -257,6 +288,28 @@ def test_ports_have_names_that_services_and_policies_use(render: Renderer) -> No
             used |= {port["port"] for port in rule["ports"]}
         used |= {endpoint["port"] for endpoint in rendered.one("PodMonitoring")["spec"]["endpoints"]}
         assert used <= names
+
+
+def _egress(rendered: Rendered) -> list[Any]:
+    rules: list[Any] = rendered.one("NetworkPolicy")["spec"]["egress"]
+    return rules
+
+
+def test_the_network_policy_lets_through_what_else_an_operator_names(render: Renderer) -> None:
+    collector = {"ports": [{"protocol": "TCP", "port": 4317}], "to": [{"namespaceSelector": {}}]}
+    without = _egress(render("networkPolicy.enabled=true"))
+    values = {"networkPolicy": {"enabled": True, "egress": [collector]}}
+    assert _egress(render(values=values)) == [*without, collector]
+
+
+def test_the_network_policy_has_the_event_ports_of_every_rank(render: Renderer) -> None:
+    """Rank r publishes at the events port plus r."""
+    engines, *_ = _egress(render("networkPolicy.enabled=true", "inferencePool.targetPorts={8000,8001,8002}"))
+    ports = {port for entry in engines["ports"] for port in range(entry["port"], entry.get("endPort", 0) + 1)}
+    assert {5557, 5558, 5559} <= ports
+    alone, *_ = _egress(render("networkPolicy.enabled=true"))
+    assert [entry["port"] for entry in alone["ports"]] == [8000, 5557, 5558]
+    assert not any("endPort" in entry for entry in alone["ports"])
 
 
 # Providers

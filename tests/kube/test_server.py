@@ -19,10 +19,14 @@ MORE_FLAGS = {
         "--set=alerts.enabled=true,dashboard.enabled=true,nodeTaints=true,replicas=2,httpRoute.create=true",
         "--set=podDisruptionBudget.enabled=true,tls.mode=files,tls.secretName=cert,admin.tokenSecret=token",
         "--set=tls.clientCaConfigMap=ca,imagePullSecrets={one},priorityClassName=high,extraEnv[0].name=A",
+        "--set=inferencePool.targetPorts={8000,8001},networkPolicy.egress[0].ports[0].port=4317",
         f"--values={CHART / 'examples' / 'policy.yaml'}",
     ],
     "standalone-shadow": ["--set=mode=standalone,shadow=true"],
     "envoy-gateway-shadow": ["--set=gateway.provider=envoy-gateway,shadow=true,httpRoute.create=true"],
+    "envoy-gateway-tls": [
+        "--set=gateway.provider=envoy-gateway,tls.mode=files,tls.secretName=cert,tls.caConfigMap=ca"
+    ],
     "canary": ["--set=httpRoute.create=true,httpRoute.weight=5,httpRoute.stableService=old"],
     "canary-by-header": ["--set=httpRoute.create=true,httpRoute.matchHeaders.x-canary=yes"],
     "no-pool": ["--set=inferencePool.create=false,rbac.create=false,serviceAccount.create=false"],
