@@ -152,7 +152,10 @@ class App:
             self.dispatcher.kick,
             on_usage=self._take_usage,
             on_moved=self._take_move,
+            on_never_sent=self.queue.withdraw,
             predicted=self.predicted,
+            assumed_rate=settings.queue.assumed_prefill_rate,
+            longest_request=settings.queue.longest_request,
         )
         self.index.on_stored = self.exchanges.block_stored
         self.recording = _recording(settings.telemetry, self.clock)
@@ -356,11 +359,12 @@ class App:
             for keys in prompt.blocks(endpoint.block_size or self.pool.default_block_size)
         ]
 
-    def _take_move(self, released: Released, endpoint: Endpoint) -> None:
-        """The gateway served a request elsewhere than where it was sent: its session is there now."""
+    def _take_move(self, released: Released, endpoint: Endpoint) -> list[Prediction]:
+        """The gateway served a request elsewhere than where it was sent: its session and its blocks are there now."""
         session = released.work.demand.session
         if session is not None:
             self.sessions.served_by(session, endpoint.spec.uid)
+        return self._predict_at(endpoint, released.work.demand.prompt)
 
     def _take_usage(self, released: Released, usage: Usage) -> None:
         """An engine has reported what a request came to: compare, and settle what was charged by estimate."""
@@ -406,7 +410,7 @@ class App:
             await asyncio.sleep(_HOUSEKEEPING_SECONDS)
             self.sweeper.start()
             self.sessions.expire(self.clock())
-            self.exchanges.forget_reaped()
+            self.exchanges.expire(self.clock())
             self.pool.mark_stale(self.scraper.stale())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

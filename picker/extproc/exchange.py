@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count, takewhile
+from math import inf
 
 from picker.extproc.endpoint_accounts import EndpointAccounts
 from picker.extproc.usage import Usage
@@ -13,17 +16,22 @@ from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Booking, Ledger
 from picker.pool.pool import Pool
 from picker.queueing.work import Released
+from picker.selection.selector import Candidate
 
 
 @dataclass(slots=True)
 class ExchangeStats:
-    """Ends by the signal that told of them, and prefills that a KV event told of first. `open` is a gauge."""
+    """Ends by the signal that told of them, or that none did (`given_up`), and prefills that a KV event told of first
+    or whose time was over. `open` is a gauge.
+    """
 
     open: int = 0
     ended_by_stream: int = 0
     ended_by_access_log: int = 0
     never_sent: int = 0
+    given_up: int = 0
     prefills_by_kv_event: int = 0
+    prefills_by_time: int = 0
     unknown_access_log_entries: int = 0
 
 
@@ -46,16 +54,20 @@ class RoutedExchange:
     # What is taken to be cached because of it, until there is a sign that it got there.
     predictions: Sequence[Prediction] = ()
 
+    @property
+    def is_reading(self) -> bool:
+        """Is its prompt booked as still to be read?"""
+        prefill = self.released.prefill
+        return (self.booking if prefill is None else prefill.booking).prefill_tokens > 0
+
     def served(self, authority: str) -> None:
-        """The gateway fell back to another endpoint of the list: the booking follows."""
+        """The gateway fell back to another endpoint of the list: all that is kept of the request follows."""
         chosen = self.released.decision.endpoint
         if authority == chosen.spec.authority:
             return
         for candidate in self.released.decision.candidates:
             if candidate.endpoint.spec.authority == authority:
-                self.booking = self.book.ledger.move(self.booking, candidate.endpoint, self.book.clock())
-                self.book.on_moved(self.released, candidate.endpoint)
-                self.missed()
+                self.book.move(self, candidate)
                 return
 
     def answered(self, ok: bool) -> None:
@@ -80,6 +92,7 @@ class RoutedExchange:
         stats = self.book.stats
         if not delivered:
             stats.never_sent += 1
+            self.book.on_never_sent(self.released)
         elif self.observes_response:
             stats.ended_by_stream += 1
             self._report(usage)
@@ -116,17 +129,26 @@ class Exchanges:
     kick: Callable[[], None]
     # Hears what an engine reported of a request.
     on_usage: Callable[[Released, Usage], None] = lambda released, usage: None
-    # Hears of requests that the gateway served elsewhere than where they were sent, and where.
-    on_moved: Callable[[Released, Endpoint], None] = lambda released, endpoint: None
+    # Hears of requests that the gateway served elsewhere than where they were sent, and where; predicts for there.
+    on_moved: Callable[[Released, Endpoint], Sequence[Prediction]] = lambda released, endpoint: ()
+    # Hears of decisions that the gateway never got.
+    on_never_sent: Callable[[Released], None] = lambda released: None
     # Hears of each request once, when it is over.
     on_end: Callable[[RoutedExchange], None] = lambda exchange: None
     # Where the exchanges' predictions are.
     predicted: PredictedIndex = field(default_factory=PredictedIndex)
+    # Tokens a second that endpoints are taken to prefill while none has been timed.
+    assumed_rate: float = 2000.0
+    # Seconds after which a request is over, whatever nobody has told.
+    longest_request: float = inf
     stats: ExchangeStats = field(default_factory=ExchangeStats)
     accounts: EndpointAccounts = field(init=False)
     _open: dict[str, RoutedExchange] = field(default_factory=dict)
     _by_gateway_id: dict[str, RoutedExchange] = field(default_factory=dict)
     _awaited: dict[tuple[int, int], list[RoutedExchange]] = field(default_factory=dict)
+    # When each prefill counts as done at the latest, the first one in front.
+    _prefills: list[tuple[float, int, RoutedExchange]] = field(default_factory=list)
+    _serial: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self.accounts = EndpointAccounts(self.pool)
@@ -158,9 +180,58 @@ class Exchanges:
         self._open[released.work.id] = exchange
         self.stats.open = len(self._open)
         if last_block is not None:
-            exchange.awaited_block = (reader.endpoint.slot, last_block)
-            self._awaited.setdefault(exchange.awaited_block, []).append(exchange)
+            self._await(exchange, reader.endpoint.slot, last_block)
+        if reader.chosen.uncached_tokens:
+            due = released.booking.booked_at + self._patience(reader.chosen)
+            heappush(self._prefills, (due, next(self._serial), exchange))
         return exchange
+
+    def _patience(self, chosen: Candidate) -> float:
+        """Seconds within which a prefill is over. The learned rate is a median, so about half of all take longer than
+        it says: twice that time is allowed.
+        """
+        rate = self.calibration.rate(chosen.endpoint.slot) or self.assumed_rate
+        return 2 * _ahead(chosen) / rate
+
+    def expire(self, now: float) -> None:
+        """Take for granted what nobody tells: the end of prefills whose time is over, and of requests that have been
+        open for too long, or whose bookings the ledger has given up.
+        """
+        while self._prefills and self._prefills[0][0] <= now:
+            exchange = heappop(self._prefills)[2]
+            if exchange.is_reading:
+                self.stats.prefills_by_time += 1
+                exchange.answered(False)
+        old = takewhile(lambda each: each.booking.booked_at < now - self.longest_request, self._open.values())
+        for exchange in list(old):
+            self.stats.given_up += 1
+            self.end(exchange)
+        for exchange in [each for each in self._open.values() if not each.booking.open]:
+            self.end(exchange)
+
+    def move(self, exchange: RoutedExchange, candidate: Candidate) -> None:
+        """The request is at this endpoint instead."""
+        endpoint = candidate.endpoint
+        exchange.booking = self.ledger.move(
+            exchange.booking, endpoint, candidate.uncached_tokens, self.clock()
+        )
+        exchange.missed()
+        exchange.predictions = self.on_moved(exchange.released, endpoint)
+        if exchange.awaited_block is not None and exchange.released.prefill is None:
+            _, block = exchange.awaited_block
+            self._await_no_more(exchange)
+            self._await(exchange, endpoint.slot, block)
+
+    def _await(self, exchange: RoutedExchange, slot: int, block: int) -> None:
+        exchange.awaited_block = (slot, block)
+        self._awaited.setdefault(exchange.awaited_block, []).append(exchange)
+
+    def _await_no_more(self, exchange: RoutedExchange) -> None:
+        awaited, exchange.awaited_block = exchange.awaited_block, None
+        if awaited is not None:
+            self._awaited[awaited].remove(exchange)
+            if not self._awaited[awaited]:
+                del self._awaited[awaited]
 
     def block_stored(self, slot: int, key: int) -> None:
         """A pod has stored a block: the prefills that it is the last of are done."""
@@ -174,7 +245,7 @@ class Exchanges:
         chosen = exchange.released.reader.chosen
         if exchange.released.prefill is None and exchange.booking.endpoint is not chosen.endpoint:
             return
-        ahead = chosen.booked_prefill_tokens + chosen.uncached_tokens
+        ahead = _ahead(chosen)
         rate = self.calibration.rate(chosen.endpoint.slot)
         if rate is not None:
             account = self.accounts.of(chosen.endpoint)
@@ -196,11 +267,6 @@ class Exchanges:
             exchange.reached()
         self.end(exchange)
 
-    def forget_reaped(self) -> None:
-        """Let go of requests whose bookings the ledger has given up: nothing will tell of their end any more."""
-        for exchange in [each for each in self._open.values() if not each.booking.open]:
-            self.end(exchange)
-
     def end(self, exchange: RoutedExchange) -> None:
         """Release the booking; safe to say twice."""
         if self._open.pop(exchange.released.work.id, None) is None:
@@ -208,16 +274,15 @@ class Exchanges:
         if exchange.gateway_id is not None and self._by_gateway_id.get(exchange.gateway_id) is exchange:
             del self._by_gateway_id[exchange.gateway_id]
         self.stats.open = len(self._open)
-        awaited = exchange.awaited_block
-        if awaited is not None:
-            waiting = self._awaited.get(awaited, [])
-            if exchange in waiting:
-                waiting.remove(exchange)
-            if not waiting:
-                self._awaited.pop(awaited, None)
+        self._await_no_more(exchange)
         self.ledger.release(exchange.booking)
         if exchange.released.prefill is not None:
             self.ledger.release(exchange.released.prefill.booking)
         exchange.missed()
         self.on_end(exchange)
         self.kick()
+
+
+def _ahead(chosen: Candidate) -> int:
+    """Tokens to prefill before the request's first one can come: those booked before it, and its own."""
+    return chosen.booked_prefill_tokens + chosen.uncached_tokens

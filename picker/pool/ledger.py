@@ -6,6 +6,7 @@ reports correct the picture (work that did not come through here); they never re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -32,9 +33,8 @@ class Load:
     running: int = 0
     # Requests that the engine reports beyond our own: other gateways, batch jobs, probes.
     foreign: int = 0
-    # Consecutive reports of an engine with nothing to do, and when the first of them was made.
-    idle_reports: int = 0
-    idle_since: float = 0.0
+    # The engine's latest reports: when, and how many bookings there were then beyond what it had.
+    surplus: deque[tuple[float, int]] = field(default_factory=deque)
     bookings: set[Booking] = field(default_factory=set)
     # The same work by who holds it; nobody without a request is in it.
     held: dict[str, Held] = field(default_factory=dict)
@@ -68,10 +68,10 @@ class LedgerStats:
 class Ledger:
     """Loads by slot. `on_change` hears of every endpoint whose load has changed."""
 
-    def __init__(self, *, idle_reports_to_reap: int = 3) -> None:
+    def __init__(self, *, reports_to_reap: int = 5) -> None:
         self.on_change: Callable[[Endpoint], None] = lambda endpoint: None
         self.stats = LedgerStats()
-        self._idle_reports_to_reap = idle_reports_to_reap
+        self._reports_to_reap = reports_to_reap
         self._by_slot: dict[int, Load] = {}
 
     def load(self, slot: int) -> Load:
@@ -123,11 +123,13 @@ class Ledger:
         self.stats.released += 1
         self._changed(booking)
 
-    def move(self, booking: Booking, endpoint: Endpoint, now: float) -> Booking:
-        """The gateway served the request elsewhere (a fallback): the booking follows it."""
+    def move(self, booking: Booking, endpoint: Endpoint, uncached_tokens: int, now: float) -> Booking:
+        """The gateway served the request elsewhere (a fallback), where so many tokens are not cached: the booking
+        follows it.
+        """
         if not booking.open or booking.endpoint is endpoint:
             return booking
-        tokens = booking.prefill_tokens
+        tokens = uncached_tokens if booking.prefill_tokens else 0
         self.release(booking)
         self.stats.moved += 1
         return self.book(endpoint, tokens, now, booking.holder, booking.held.weight)
@@ -135,8 +137,8 @@ class Ledger:
     def correct(self, endpoint: Endpoint, report: EngineReport) -> None:
         """Take an engine's own count in.
 
-        What it holds beyond our bookings is foreign work. An engine that has been idle for several reports in
-        a row holds none of the bookings that are older than all of them: nothing told us of their end.
+        What it holds beyond our bookings is foreign work. Bookings that it holds no request for, over several
+        reports in a row, have lost the news of their end.
         """
         if report.running is None:
             return
@@ -146,10 +148,10 @@ class Ledger:
         foreign = max(0, held - booked_by_then)
         changed = foreign != load.foreign
         load.foreign = foreign
-        if held:
-            load.idle_reports = 0
-        else:
-            changed |= self._count_idle(load, report.at)
+        load.surplus.append((report.at, booked_by_then - held))
+        if len(load.surplus) >= self._reports_to_reap:
+            changed |= self._reap_surplus(load)
+            load.surplus.popleft()
         if changed:
             self.on_change(endpoint)
 
@@ -162,16 +164,20 @@ class Ledger:
         for endpoint in change.added:
             self._by_slot[endpoint.slot] = Load(owner=endpoint)
 
-    def _count_idle(self, load: Load, at: float) -> bool:
-        """Reap, after enough idle reports in a row, the bookings that are older than the first of them."""
-        if load.idle_reports == 0:
-            load.idle_since = at
-        load.idle_reports += 1
-        if load.idle_reports < self._idle_reports_to_reap:
+    def _reap_surplus(self, load: Load) -> bool:
+        """Give up, the oldest first, as many bookings as were too many in each of the reports, of those that are older
+        than all of these. Which of them are the lost ones nobody can tell; their number is right.
+        """
+        surplus = min(surplus for _, surplus in load.surplus)
+        if surplus <= 0:
             return False
-        stale = [booking for booking in load.bookings if booking.booked_at < load.idle_since]
-        self._reap(stale)
-        return bool(stale)
+        first = load.surplus[0][0]
+        older = sorted(
+            (booking for booking in load.bookings if booking.booked_at < first),
+            key=lambda booking: booking.booked_at,
+        )
+        self._reap(older[:surplus])
+        return bool(older)
 
     def _reap(self, bookings: list[Booking]) -> None:
         for booking in bookings:

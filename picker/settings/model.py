@@ -255,6 +255,15 @@ class QueueSettings(Section):
     )
     max_lanes: PositiveInt = Field(1024, description="Distinct sets of constraints that may wait at once.")
     max_tenants: PositiveInt = Field(4096, description="Tenants told apart in a class; the rest share.")
+    assumed_prefill_rate: PositiveFloat = Field(
+        2000.0,
+        description="Tokens a second that endpoints are taken to prefill while none has been timed. A prompt counts as"
+        " read after twice the time that its endpoint should take, if nothing has told of it before.",
+    )
+    longest_request: PositiveFloat = Field(
+        7200.0,
+        description="Seconds after its dispatch at which a request counts as over, if nothing has told of its end.",
+    )
     drain_grace: NonNegativeFloat = Field(
         30.0, description="Seconds between SIGTERM and the end, for what waits and runs to finish."
     )

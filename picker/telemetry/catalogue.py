@@ -265,6 +265,18 @@ ROOM_METRICS = (
         "picker_prefills_by_kv_event_total",
         "Prefills whose end a KV event told of first.",
     ),
+    _of_room(
+        "exchanges",
+        "prefills_by_time",
+        "picker_prefills_by_time_total",
+        "Prefills that count as over because they should be and nothing told of them.",
+    ),
+    _of_room(
+        "exchanges",
+        "given_up",
+        "picker_requests_given_up_total",
+        "Requests that count as over because of queue.longest_request.",
+    ),
     _of_room("requests", "prompt_tokens", "picker_prompt_tokens_total", "Prompt tokens dispatched."),
     _of_room(
         "requests",

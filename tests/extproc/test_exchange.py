@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from picker.extproc.exchange import Exchanges
 from picker.extproc.following import Followed
 from picker.kvcache.keys import block_keys
+from picker.kvcache.predicted import Prediction
 from picker.policy.model import PolicyClass
 from picker.pool.calibration import Calibration
-from picker.pool.endpoint import EngineReport
+from picker.pool.endpoint import Endpoint, EngineReport
+from picker.queueing.work import Released
 from tests.queueing.fleet import Fleet
 
 
@@ -29,9 +31,9 @@ def test_of_an_engine_that_has_long_been_idle() -> None:
     """The gateway died, and its access log with it."""
     fleet = Fleet([PolicyClass(name="only", quantum=512)])
     exchanges = routed(fleet, 3)
-    for second in range(1, 5):
+    for second in range(1, 6):
         fleet.ledger.correct(fleet.engine("a"), EngineReport(at=float(second), running=0, waiting=0))
-    exchanges.forget_reaped()
+    exchanges.expire(fleet.now)
     assert exchanges.stats.open == len(exchanges) == 0
     assert (fleet.ledger.stats.reaped, fleet.ledger.load(0).running) == (3, 0)
     exchanges.block_stored(0, 1)
@@ -42,7 +44,7 @@ def test_of_an_engine_that_has_left_the_pool() -> None:
     fleet = Fleet([PolicyClass(name="only", quantum=512)])
     exchanges = routed(fleet, 3)
     fleet.set_engines("b")
-    exchanges.forget_reaped()
+    exchanges.expire(fleet.now)
     assert len(exchanges) == 0
     assert fleet.ledger.stats.reaped == 3
     assert fleet.ledger.stats.booked == fleet.ledger.stats.released + fleet.ledger.stats.reaped
@@ -52,8 +54,40 @@ def test_those_that_still_run_are_kept() -> None:
     fleet = Fleet([PolicyClass(name="only", quantum=512)])
     exchanges = routed(fleet, 3)
     fleet.ledger.correct(fleet.engine("a"), EngineReport(at=1.0, running=3, waiting=0))
-    exchanges.forget_reaped()
+    exchanges.expire(fleet.now)
     assert len(exchanges) == 3
+
+
+def test_of_a_request_that_is_older_than_any_may_be() -> None:
+    fleet = Fleet([PolicyClass(name="only", quantum=512)])
+    exchanges = routed(fleet, 1)
+    exchanges.longest_request = 100.0
+    fleet.now += 60.0
+    fleet.submit("only")
+    exchanges.begin(fleet.released[-1], observes_response=False, last_block=None)
+    exchanges.expire(fleet.now + 30.0)
+    assert len(exchanges) == 2
+    exchanges.expire(fleet.now + 50.0)
+    assert (len(exchanges), fleet.ledger.load(0).running, exchanges.stats.given_up) == (1, 1, 1)
+
+
+def test_of_a_decision_that_the_gateway_never_got() -> None:
+    """Nobody is charged for it: the class has its deficit back, and nothing is booked."""
+    fleet = Fleet([PolicyClass(name="only", quantum=512)])
+    exchanges = Exchanges(
+        fleet.pool,
+        fleet.ledger,
+        Calibration(),
+        lambda: fleet.now,
+        lambda: None,
+        on_never_sent=fleet.queue.withdraw,
+    )
+    fleet.submit("only")
+    exchange = exchanges.begin(fleet.released[-1], observes_response=False, last_block=3)
+    exchange.finished(False, None)
+    stats = fleet.queue.flows()[0].queue.stats
+    assert (len(exchanges), fleet.ledger.load(0).running) == (0, 0)
+    assert (stats.served_cost, stats.refunded, stats.cancelled) == (0, 1, 1)
 
 
 def test_of_a_client_that_left_before_our_answer_was_taken_up() -> None:
@@ -104,12 +138,22 @@ def test_a_request_that_was_served_elsewhere_says_nothing_of_speed() -> None:
     released = fleet.released[-1]
     (other,) = [each for each in released.decision.candidates if each is not released.decision.chosen][:1]
     moves = []
-    exchanges.on_moved = lambda work, endpoint: moves.append((work, endpoint))
-    exchange = exchanges.begin(released, observes_response=True, last_block=None)
+
+    def moved(released: Released, endpoint: Endpoint) -> Sequence[Prediction]:
+        moves.append((released, endpoint))
+        return ()
+
+    exchanges.on_moved = moved
+    exchange = exchanges.begin(released, observes_response=True, last_block=7)
     exchange.served(released.decision.endpoint.spec.authority)
     exchange.served(other.endpoint.spec.authority)
     assert moves == [(released, other.endpoint)]
-    exchange.prefilled(fleet.now + 1.0)
+    exchanges.block_stored(released.decision.endpoint.slot, 7)
+    assert exchange.booking.prefill_tokens == 3000, (
+        "a block that the first choice has stored is another request's"
+    )
+    exchanges.block_stored(other.endpoint.slot, 7)
+    assert (exchange.booking.endpoint, exchange.booking.prefill_tokens) == (other.endpoint, 0)
     assert [exchanges.accounts.of(fleet.engine(name)).timed for name in "ab"] == [0, 0]
 
 

@@ -75,6 +75,35 @@ def test_the_pods_own_event_tells_of_the_prefill_and_times_it() -> None:
     assert followed.exchanges.stats.prefills_by_kv_event == 1
 
 
+def test_a_prefill_that_nothing_tells_of_is_over_after_twice_its_time() -> None:
+    """By the rate that was learned, else by the one that is assumed; also what was booked before it takes its time."""
+    followed = OneRequest(observes_response=False)
+    followed.exchanges.expire(0.99)
+    assert followed.load == (1, 1000)
+    followed.exchanges.expire(1.0)
+    assert (followed.load, followed.exchanges.stats.prefills_by_time) == ((1, 0), 1)
+    for _ in range(8):
+        followed.fleet.selector.calibration.observe(0, 1000, 2.0)
+    followed.fleet.submit("p", 600)
+    followed.fleet.submit("p", 400)
+    for released in followed.fleet.released[1:]:
+        followed.exchanges.begin(released, observes_response=False, last_block=None)
+    followed.exchanges.expire(2.4)
+    assert followed.load == (3, 400)
+    followed.exchanges.expire(4.0)
+    assert followed.load == (3, 0)
+
+
+def test_a_prefill_that_was_told_of_in_time_does_not_end_again() -> None:
+    followed = OneRequest(observes_response=False, last_block=77)
+    followed.exchanges.block_stored(0, 77)
+    followed.exchanges.expire(100.0)
+    assert followed.exchanges.stats.prefills_by_time == 0
+    followed.exchange.finished(True)
+    followed.exchanges.logged(followed.fleet.released[0].work.id, True)
+    assert followed.load == (0, 0)
+
+
 def test_the_stream_ends_what_passes_through_it_and_the_log_what_does_not() -> None:
     through, beside = OneRequest(), OneRequest(observes_response=False, last_block=77)
     for followed in (through, beside):

@@ -16,7 +16,7 @@ class Books:
 
     def __init__(self, *names: str) -> None:
         self.pool = Pool()
-        self.ledger = Ledger(idle_reports_to_reap=3)
+        self.ledger = Ledger(reports_to_reap=3)
         self.pool.subscribe(self.ledger.pool_changed)
         self.changed: list[str] = []
         self.ledger.on_change = lambda endpoint: self.changed.append(endpoint.spec.name)
@@ -50,7 +50,7 @@ def test_a_holder_weighs_what_it_was_last_booked_with_and_keeps_it_where_its_req
     books = Books("a", "b")
     books.ledger.book(books.engine("a"), 500, 0.0, "chat", 4)
     booking = books.ledger.book(books.engine("a"), 300, 0.0, "chat", 8)
-    books.ledger.move(booking, books.engine("b"), 1.0)
+    books.ledger.move(booking, books.engine("b"), 300, 1.0)
     first, second = (books.ledger.load(books.engine(name).slot).held["chat"] for name in "ab")
     assert (first.prefill_tokens, first.requests, first.weight) == (500, 1, 8)
     assert (second.prefill_tokens, second.requests, second.weight) == (300, 1, 8)
@@ -77,11 +77,11 @@ def test_an_end_without_a_first_byte_frees_both() -> None:
 def test_a_booking_follows_its_request_to_another_endpoint() -> None:
     books = Books("a", "b")
     booking = books.ledger.book(books.engine("a"), 500, 0.0)
-    moved = books.ledger.move(booking, books.engine("b"), 1.0)
-    assert (books.load("a"), books.load("b")) == ((0, 0), (500, 1))
-    assert books.ledger.move(moved, books.engine("b"), 2.0) is moved
+    moved = books.ledger.move(booking, books.engine("b"), 300, 1.0)
+    assert (books.load("a"), books.load("b")) == ((0, 0), (300, 1))
+    assert books.ledger.move(moved, books.engine("b"), 300, 2.0) is moved
     books.ledger.release(booking)
-    assert books.load("b") == (500, 1), "the old booking is over"
+    assert books.load("b") == (300, 1), "the old booking is over"
     books.ledger.release(moved)
     assert books.load("b") == (0, 0)
 
@@ -94,7 +94,7 @@ def test_a_move_to_an_endpoint_that_has_left_burdens_nobody(slot_taken: bool) ->
     books.set("a")
     if slot_taken:
         books.set("a", "c")
-    moved = books.ledger.move(booking, gone, 1.0)
+    moved = books.ledger.move(booking, gone, 300, 1.0)
     books.set("a", "c")
     assert books.engine("c").slot == gone.slot
     assert (books.load("a"), books.load("c")) == ((0, 0), (0, 0))
@@ -156,6 +156,31 @@ def test_an_engine_that_is_idle_for_several_reports_holds_no_old_booking() -> No
     assert (books.load("a"), books.ledger.stats.reaped) == ((30, 1), 1)
 
 
+def test_a_busy_engine_does_not_hide_a_booking_whose_end_was_never_told() -> None:
+    books = Books("a")
+    endpoint = books.engine("a")
+    lost = books.ledger.book(endpoint, 500, now=0.0)
+    books.ledger.prefill_done(lost)
+    for at in range(1, 9):
+        # One request after the other, each told of; the engine is never idle.
+        running = books.ledger.book(endpoint, 10, now=at - 0.5)
+        books.ledger.correct(endpoint, EngineReport(at=float(at), running=1, waiting=0))
+        assert books.load("a") == (10, 2) if at < 3 else (10, 1)
+        books.ledger.release(running)
+    assert books.load("a") == (0, 0)
+    assert (books.ledger.stats.reaped, books.ledger.load(endpoint.slot).foreign) == (1, 0)
+
+
+def test_what_the_engine_has_in_any_of_its_reports_is_not_given_up() -> None:
+    books = Books("a")
+    endpoint = books.engine("a")
+    for _ in range(3):
+        books.ledger.book(endpoint, 10, now=0.0)
+    for at, (running, waiting) in enumerate(((2, 1), (1, 0), (0, 0), (0, 1), (1, 0)), start=1):
+        books.ledger.correct(endpoint, EngineReport(at=float(at), running=running, waiting=waiting))
+        assert books.load("a")[1] == (3 if at < 4 else 1)
+
+
 def test_one_busy_report_starts_the_count_anew() -> None:
     books = Books("a")
     endpoint = books.engine("a")
@@ -192,7 +217,9 @@ def test_loads_are_the_sums_of_open_bookings_whatever_happens(steps: list[tuple[
             case "release" if booking:
                 books.ledger.release(booking)
             case "move" if booking:
-                bookings.append(books.ledger.move(booking, everybody[number % len(everybody)], float(now)))
+                bookings.append(
+                    books.ledger.move(booking, everybody[number % len(everybody)], number, float(now))
+                )
             case "pool":
                 books.set(*(name for place, name in enumerate("abcdef") if tokens >> place & 1))
                 everybody += [each for each in books.pool if each not in everybody]
