@@ -26,7 +26,8 @@ def parse_request(
 ) -> InferenceRequest:
     """Read a request whose body has arrived whole. Header names are lower case.
 
-    A path that is none of the inference APIs, or a method other than POST, gives `Route.OTHER`, its body unread.
+    A path that is none of the inference APIs, or a method other than POST, gives `Route.OTHER`. The bodies of that and
+    of `Route.OPAQUE` stay unread.
     Raises BadRequest (400, 413 or 415) for an inference request that no engine could serve.
     """
     if len(body) > limits.max_body_bytes:
@@ -39,7 +40,7 @@ def parse_request(
     route = route_of(method, path)
     reader = _READERS.get(route)
     if reader is None:
-        return InferenceRequest(Route.OTHER, size_bytes=len(body))
+        return InferenceRequest(route, size_bytes=len(body))
     content_encoding = ",".join(value for name, value in headers if name == "content-encoding")
     if content_encoding:
         body = decode_content(body, content_encoding, limits.max_expanded_bytes)

@@ -59,6 +59,8 @@ def attempt(path: str, body: Any) -> BadRequest | None:
         ("/v1/responses", Route.RESPONSES),
         ("/v1/messages", Route.MESSAGES),
         ("/v1/embeddings", Route.EMBEDDINGS),
+        ("/v1/chat%2Fcompletions", Route.CHAT),
+        ("/v1/%63ompletions", Route.COMPLETIONS),
     ],
 )
 def test_the_suffix_of_a_path_decides_the_route(path: str, route: Route) -> None:
@@ -86,6 +88,12 @@ def test_the_suffix_of_a_path_decides_the_route(path: str, route: Route) -> None
 def test_everything_else_is_passed_on_unread(method: str, path: str) -> None:
     request = parse_request(method, path, [("content-encoding", "br")], b"\xff not json", LIMITS)
     assert (request.route, request.prompt, request.model) == (Route.OTHER, None, None)
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/generate", "/inference/v1/generate", "/%69nvocations"])
+def test_what_generates_in_a_format_of_its_own_is_charged_by_its_size(path: str) -> None:
+    request = parse_request("POST", path, [], b"\xff not json", LIMITS)
+    assert (request.route, request.prompt, request.size_bytes) == (Route.OPAQUE, None, 10)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/v1/embeddings"])
