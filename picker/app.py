@@ -17,6 +17,7 @@ from picker.admin.access import Access
 from picker.admin.introspection import IntrospectionServer
 from picker.admin.server import AdminServer
 from picker.admin.state import class_stats, endpoint_stats
+from picker.admin.token_review import TokenReview
 from picker.admin.views import Views
 from picker.extproc.deciding import Deciding, DecidingSettings
 from picker.extproc.dispatcher import Dispatcher
@@ -51,6 +52,7 @@ from picker.telemetry import Telemetry
 from picker.telemetry.recording import Recording
 
 if TYPE_CHECKING:
+    from picker.pool.kube.api import KubeApi
     from picker.pool.kube.membership import Membership, PoolMember
 
 log = logging.getLogger(__name__)
@@ -185,7 +187,10 @@ class App:
         """Listen on every port and follow every source. Raises OSError when a port is taken."""
         settings = self.settings
         ports = [await self.faces.serve(), await self._serve_health(settings.extproc)]
-        access = Access(settings.admin.host, settings.admin.token_file)
+        review = _token_review(settings, self.clock)
+        self._access = access = Access(settings.admin.host, settings.admin.token_file, review)
+        if review is not None:
+            self.telemetry.sources.stats["token_review"] = review.stats
         views = Views(self.telemetry, self.clock)
         self._admin = AdminServer(
             self.telemetry,
@@ -230,6 +235,7 @@ class App:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._introspection.stop()
         await self._admin.stop()
+        await self._access.close()
         self.dispatcher.close()
         await self.kv_asking.close()
         self.kv_events.close()
@@ -453,6 +459,19 @@ class App:
             sources.stats["recording"] = self.recording.stats
         if self.policy_file is not None:
             sources.stats["policy_file"] = self.policy_file.stats
+
+
+def _token_review(settings: Settings, clock: Callable[[], float]) -> TokenReview | None:
+    review, cluster = settings.admin.token_review, settings.pool.kubernetes
+    if not review.names:
+        return None
+
+    async def connect() -> KubeApi:
+        from picker.pool.kube.api import KubeApi
+
+        return await KubeApi.connect(cluster.kubeconfig, cluster.context)
+
+    return TokenReview(connect, review.names, review.audiences, clock=clock, ttl=review.ttl)
 
 
 def _policy_file(settings: PolicySettings) -> PolicyFile | None:

@@ -50,7 +50,7 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
     ) -> grpc.RpcMethodHandler[Any, Any]:
         metadata = dict(handler_call_details.invocation_metadata or ())
         authorization = metadata.get("authorization")
-        refusal = self._access.refusal(authorization if isinstance(authorization, str) else None)
+        refusal = await self._access.refusal(authorization if isinstance(authorization, str) else None)
         if refusal is None:
             return await continuation(handler_call_details)
         return _refuse(refusal)

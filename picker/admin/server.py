@@ -78,7 +78,7 @@ class AdminServer:
         if request.path not in self._public:
             token = request.headers.get(TOKEN_HEADER)
             authorization = f"Bearer {token}" if token else request.headers.get("Authorization")
-            refusal = self._access.refusal(authorization, request.headers.get("Host"))
+            refusal = await self._access.refusal(authorization, request.headers.get("Host"))
             if refusal is not None:
                 return _json({"error": refusal}, status=401, headers={"WWW-Authenticate": "Bearer"})
         try:

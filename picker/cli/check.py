@@ -96,7 +96,8 @@ def _settings_warnings(settings: Settings) -> Iterator[str]:
     accepted = [name for name in _POWERFUL if _accepts(settings.policy.hints, name)]
     if accepted:
         yield f"any client can set {', '.join(accepted)} by a header (policy.hints)"
-    if not is_loopback(settings.admin.host) and settings.admin.token_file is None:
+    tokens = settings.admin.token_file or settings.admin.token_review.names
+    if not is_loopback(settings.admin.host) and not tokens:
         yield "admin.host is beyond loopback and there is no admin.token_file: only metrics and health are served"
     if settings.sessions.cookie is not None:
         yield (

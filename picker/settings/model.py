@@ -103,17 +103,39 @@ class ExtProcSettings(Section):
     tls: TlsSettings = TlsSettings()
 
 
+class TokenReviewSettings(Section):
+    """Readers by their Kubernetes tokens: the API server says whose they are. Needs credentials that may create
+    TokenReviews."""
+
+    names: tuple[str, ...] = Field(
+        (),
+        description="Users and groups that may read, as `system:serviceaccount:monitoring:prometheus`. Without any,"
+        " the API server is not asked.",
+    )
+    audiences: tuple[str, ...] = Field(
+        (), description="Their tokens must be for one of these audiences; by default for the API server."
+    )
+    ttl: PositiveFloat = Field(10.0, description="Seconds that an answer is remembered.")
+
+    @model_validator(mode="after")
+    def _audiences_are_of_somebody(self) -> TokenReviewSettings:
+        if self.audiences and not self.names:
+            raise ValueError("audiences needs names: any token of the cluster is for somebody")
+        return self
+
+
 class AdminSettings(Section):
     """Metrics, health, the dashboard and the Introspection API."""
 
     host: str = Field(
         "127.0.0.1",
-        description="Address to listen on. Beyond loopback, all but metrics and health need the token.",
+        description="Address to listen on. Beyond loopback, all but metrics and health need a token.",
     )
     port: Port = Field(9090, description="HTTP port; 0 takes a free one.")
     grpc_port: Port = Field(9091, description="Port of the Introspection API; 0 takes a free one.")
     token_file: Path | None = Field(None, description="File with the bearer token that readers must send.")
     public_metrics: bool = Field(True, description="Serve /metrics without the token.")
+    token_review: TokenReviewSettings = TokenReviewSettings()
 
 
 class PolicySettings(Section):

@@ -444,6 +444,13 @@ ROOM_METRICS = (
     _of_room(
         "tokens", "load_failures", "picker_tokenizer_load_failures_total", "Tokenizers that did not load."
     ),
+    _of_room(
+        "token_review",
+        "answers",
+        "picker_token_reviews_total",
+        "Readers' tokens shown to the API server, by what came of it.",
+        "answer",
+    ),
     _of_room("lease", "leading", "picker_leader", "1 while this picker holds the Lease."),
     _of_room("lease", "started", "picker_lease_acquisitions_total", "Times that this picker began to lead."),
     _of_room("lease", "stopped", "picker_lease_losses_total", "Times that it ceased to."),

@@ -13,6 +13,7 @@ import pytest
 from picker.admin.access import Access
 from picker.admin.introspection import IntrospectionServer
 from picker.admin.server import AdminServer
+from picker.admin.token_review import TokenReview
 from picker.admin.views import Views
 from picker.telemetry import ClassStats, DecisionRecord, EndpointStats, Telemetry
 from picker.telemetry.decisions import Candidate, Rejection
@@ -63,21 +64,28 @@ class Admin:
         return Views(self.telemetry, lambda: self.clock[0])
 
     async def serve(
-        self, *, host: str = "127.0.0.1", token_file: Path | None = None, public_metrics: bool = True
+        self,
+        *,
+        host: str = "127.0.0.1",
+        token_file: Path | None = None,
+        review: TokenReview | None = None,
+        public_metrics: bool = True,
     ) -> None:
         """`host` is what the server believes to listen on; it listens on loopback in any case."""
         server = AdminServer(
             self.telemetry,
             self.views(),
-            Access(host, token_file),
+            Access(host, token_file, review),
             ready=lambda: self.not_ready,
             public_metrics=public_metrics,
         )
         self.port = await server.start("127.0.0.1", 0)
         self.stack.push_async_callback(server.stop)
 
-    async def serve_grpc(self, *, host: str = "127.0.0.1", token_file: Path | None = None) -> str:
-        server = IntrospectionServer(self.telemetry, self.views(), Access(host, token_file))
+    async def serve_grpc(
+        self, *, host: str = "127.0.0.1", token_file: Path | None = None, review: TokenReview | None = None
+    ) -> str:
+        server = IntrospectionServer(self.telemetry, self.views(), Access(host, token_file, review))
         port = await server.start("127.0.0.1", 0)
         self.stack.push_async_callback(server.stop)
         return f"127.0.0.1:{port}"

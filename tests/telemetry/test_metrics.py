@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from picker.admin.token_review import TokenReviewStats
 from picker.extproc.access_log import AccessLogStats
 from picker.extproc.body import BudgetStats
 from picker.extproc.exchange import ExchangeStats
@@ -44,6 +45,7 @@ ROOMS = {
     "bodies": BudgetStats,
     "access_log": AccessLogStats,
     "exchanges": ExchangeStats,
+    "token_review": TokenReviewStats,
     "requests": RequestStats,
     "ledger": LedgerStats,
     "pool": PoolStats,

@@ -80,6 +80,7 @@ Envoy takes at most an hour. */ -}}
 {{- if .Values.tls.clientCaConfigMap }}{{ $_ := set $tls "client_ca_file" "/etc/picker/client-ca/ca.crt" }}{{ end -}}
 {{- $admin := dict "host" .Values.listenAddress "port" .Values.ports.admin "grpc_port" .Values.ports.introspection -}}
 {{- if .Values.admin.tokenSecret }}{{ $_ := set $admin "token_file" (printf "/etc/picker/admin/%s" .Values.admin.tokenKey) }}{{ end -}}
+{{- with .Values.admin.tokenReview }}{{ $_ := set $admin "token_review" (dict "names" .) }}{{ end -}}
 {{- $kubernetes := dict "name" (include "picker.poolName" .) "namespace" .Release.Namespace -}}
 {{- $_ := set $kubernetes "node_taints" .Values.nodeTaints -}}
 {{- $_ := set $kubernetes "leader_election" (eq (include "picker.leaderElection" .) "true") -}}
