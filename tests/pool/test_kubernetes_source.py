@@ -41,6 +41,7 @@ class Follower:
         self.specs: list[EndpointSpec] | None = None
         self.priorities: Mapping[str, int] | None = None
         self.said = 0
+        self.heard: Callable[[], None] = lambda: None
         self.source = KubernetesSource(
             api,
             "default",
@@ -55,6 +56,7 @@ class Follower:
     def _take(self, specs: list[EndpointSpec]) -> None:
         self.specs = specs
         self.said += 1
+        self.heard()
 
     def _take_priorities(self, priorities: Mapping[str, int]) -> None:
         self.priorities = priorities
@@ -358,6 +360,59 @@ async def test_an_edited_selector_takes_effect_and_does_not_revive_a_dying_pod(
     await follower.settles("gold", "new")
     assert cluster.last("LIST", PODS).query["labelSelector"] == "tier=gold"
     await until(lambda: cluster.watchers(PODS) == 1)
+
+
+async def test_the_old_endpoints_serve_until_those_of_an_edited_selector_are_listed(
+    cluster: FakeKube, follow: Start
+) -> None:
+    """Nobody who waits may be refused for want of endpoints because somebody edits the pool."""
+    gold = {"tier": "gold"}
+    cluster.put(PODS, pod("new", "10.0.0.2", labels=gold))
+    follower = await follow()
+    await follower.settles("a")
+    await watching(cluster)
+    release = asyncio.Event()
+    cluster.fail_next("LIST", PODS, hold(release))
+    cluster.put(POOLS, pool(ports=(8001,), **gold))
+    await until(lambda: cluster.last("LIST", PODS).query["labelSelector"] == "tier=gold")
+    # Meanwhile the old ones are followed as before: at the old port, and out once they are not ready.
+    cluster.put(PODS, pod("b", "10.0.0.3"))
+    await follower.settles("a", "b")
+    cluster.put(PODS, pod("a", ready=False))
+    await follower.settles("b")
+    assert follower.specs is not None
+    assert {spec.port for spec in follower.specs} == {8000}
+    assert follower.source.synced
+
+    said: list[list[str]] = []
+    follower.heard = lambda: said.append(follower.names)
+    release.set()
+    await follower.settles("new")
+    assert said == [["new"]], "one change, and never an empty pool between"
+    assert [spec.port for spec in follower.specs] == [8001]
+    await until(lambda: cluster.watchers(PODS) == 1)
+
+
+async def test_an_edit_that_is_taken_back_leaves_everything_as_it_was(
+    cluster: FakeKube, follow: Start
+) -> None:
+    follower = await follow()
+    await follower.settles("a")
+    await watching(cluster)
+    release = asyncio.Event()
+    cluster.fail_next("LIST", PODS, hold(release), hold(release))
+    cluster.put(POOLS, pool(tier="gold"))
+    await until(lambda: cluster.count("LIST", PODS) == 2)
+    cluster.put(POOLS, pool(tier="silver"))
+    await until(lambda: cluster.count("LIST", PODS) == 3)
+    cluster.put(POOLS, pool(ports=(8001,)))
+    await until(lambda: follower.specs is not None and [spec.port for spec in follower.specs] == [8001])
+    release.set()
+    cluster.put(PODS, pod("gold", "10.0.0.2", labels={"tier": "gold"}))
+    cluster.put(PODS, pod("b", "10.0.0.3"))
+    await follower.settles("a", "b")
+    assert cluster.count("LIST", PODS) == 3, "nothing is listed anew"
+    assert cluster.watchers(PODS) == 1
 
 
 async def test_edited_ports_keep_the_endpoints_whose_port_stays(cluster: FakeKube, follow: Start) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from picker.policy.constraints import LabelSelector
 from picker.pool.endpoint import EndpointSpec
 from picker.pool.kube.api import KubeApi
 from picker.pool.kube.pod_table import KubeObject, PodDefaults, PodTable, PoolShape
@@ -65,12 +64,12 @@ class KubernetesSource:
         self._clock = clock
         self._stats = KubeStats()
         self._published = False
-        self._selector: LabelSelector | None = None
-        self._pods_task: asyncio.Task[None] | None = None
+        # The pods that serve; and those that an edited selector selects, until they have been listed.
+        self._pods: _Selection | None = None
+        self._coming: _Selection | None = None
         pools = f"/apis/{POOL_GROUP}/v1/namespaces/{namespace}/inferencepools"
         by_name = (("fieldSelector", f"metadata.name={pool}"),)
         self._pool_loop = self._loop(pools, _PoolSink(self, pool), selector=by_name)
-        self._pods_loop: WatchLoop | None = None
         self._nodes_loop = (
             self._loop("/api/v1/nodes", _NodeSink(self), optional=True) if watch_nodes else None
         )
@@ -92,8 +91,7 @@ class KubernetesSource:
 
     @property
     def stats(self) -> KubeStats:
-        needed = [loop for loop in (self._pool_loop, self._pods_loop, self._nodes_loop) if loop is not None]
-        heard = [loop.heard_at for loop in needed if loop.heard_at is not None]
+        heard = [loop.heard_at for loop in self._needed() if loop is not None and loop.heard_at is not None]
         self._stats.synced = self.synced
         self._stats.last_sync_age = self._clock() - min(heard) if heard else None
         self._stats.bad_annotations = len(self.table.problems())
@@ -107,14 +105,24 @@ class KubernetesSource:
                     self._tasks.create_task(loop.run())
 
     def shape_changed(self, shape: PoolShape | None) -> None:
-        """The pool was created, edited or deleted."""
-        selector = shape.selector if shape is not None else None
-        changed = self.table.set_pool(shape)
-        if selector != self._selector:
-            self._selector = selector
-            self._follow_pods(selector)
-        if changed:
-            self.changed()
+        """The pool was created, edited or deleted.
+
+        The pods of another selector have to be listed first. Until they are, those of the old one are followed and
+        serve as before: an edit must not refuse everybody who waits.
+        """
+        if shape is None:
+            self._drop(self._pods)
+            self._pods = None
+        if shape is None or (self._pods is not None and self._pods.shape.selector == shape.selector):
+            self._drop(self._coming)
+            self._coming = None
+            if self.table.set_pool(shape):
+                self.changed()
+        elif self._coming is not None and self._coming.shape.selector == shape.selector:
+            self._coming.shape = shape
+        else:
+            self._drop(self._coming)
+            self._coming = self._follow(shape)
 
     def changed(self) -> None:
         """Hand the endpoints on, once there is nothing left to wait for."""
@@ -127,22 +135,38 @@ class KubernetesSource:
         if changed or not self._published:
             self.changed()
 
-    def _complete(self) -> bool:
-        needed = [self._pool_loop, self._pods_loop, *([self._nodes_loop] if self._nodes_loop else [])]
-        return all(loop is not None and loop.synced for loop in needed)
+    def pods_listed(self, selection: _Selection, pods: list[KubeObject]) -> None:
+        """All pods of a selection; if it was the coming one, it now takes the place of the old one."""
+        changed = False
+        if selection is self._coming:
+            self._drop(self._pods)
+            self._pods, self._coming = selection, None
+            changed = self.table.set_pool(selection.shape)
+        changed |= self.table.replace_pods(pods)
+        self.listed(changed)
 
-    def _follow_pods(self, selector: LabelSelector | None) -> None:
-        """Restart the pods' watch; the table already leaves out those that the new selector does not match."""
-        if self._pods_task is not None:
-            self._pods_task.cancel()
-        self._pods_task = self._pods_loop = None
-        if selector is None:
-            self.table.replace_pods(())
-            return
-        labels = ",".join(f"{key}={value}" for key, value in selector.match_labels)
-        path = f"/api/v1/namespaces/{self._namespace}/pods"
-        self._pods_loop = self._loop(path, _PodSink(self), selector=(("labelSelector", labels),))
-        self._pods_task = self._tasks.create_task(self._pods_loop.run())
+    def _needed(self) -> list[WatchLoop | None]:
+        """The watches without which there are no endpoints; None: there is no such watch yet."""
+        pods = self._pods.loop if self._pods is not None else None
+        return [self._pool_loop, pods, *([self._nodes_loop] if self._nodes_loop else [])]
+
+    def _complete(self) -> bool:
+        return all(loop is not None and loop.synced for loop in self._needed())
+
+    def _follow(self, shape: PoolShape) -> _Selection:
+        labels = ",".join(f"{key}={value}" for key, value in shape.selector.match_labels)
+        selection = _Selection(shape)
+        selection.loop = self._loop(
+            f"/api/v1/namespaces/{self._namespace}/pods",
+            _PodSink(self, selection),
+            selector=(("labelSelector", labels),),
+        )
+        selection.task = self._tasks.create_task(selection.loop.run())
+        return selection
+
+    def _drop(self, selection: _Selection | None) -> None:
+        if selection is not None:
+            selection.task.cancel()
 
     def _loop(
         self,
@@ -195,12 +219,22 @@ class _PoolSink:
             _log.error("InferencePool %s is not usable and the last good one stays: %s", self._name, error)
 
 
+@dataclass(slots=True, eq=False)
+class _Selection:
+    """The pods that one selector selects, as they are followed."""
+
+    shape: PoolShape
+    loop: WatchLoop = field(init=False)
+    task: asyncio.Task[None] = field(init=False)
+
+
 class _PodSink:
-    def __init__(self, source: KubernetesSource) -> None:
+    def __init__(self, source: KubernetesSource, selection: _Selection) -> None:
         self._source = source
+        self._selection = selection
 
     def replace(self, objects: list[KubeObject]) -> None:
-        self._source.listed(self._source.table.replace_pods(objects))
+        self._source.pods_listed(self._selection, objects)
 
     def apply(self, change: Change, item: KubeObject) -> None:
         table = self._source.table
