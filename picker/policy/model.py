@@ -99,7 +99,7 @@ class CostWeights:
         default=1.0, description="Weight of the prefill tokens already booked on the endpoint."
     )
     running_tokens: Weight = Field(
-        default=256.0, description="What one running request on the endpoint costs, in tokens."
+        default=64.0, description="What one running request on the endpoint costs, in tokens."
     )
     kv_usage_tokens: Weight = Field(
         default=0.0, description="What a full KV cache costs, in tokens; in proportion below that."

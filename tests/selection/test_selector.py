@@ -93,7 +93,7 @@ class TestCost:
 
     def test_the_warm_one_gives_way_when_its_queue_costs_more_than_its_cache_saves(self) -> None:
         bench = Bench(2, {0: PrefixMatch(40)})
-        bench.book(0, 600 - 256)
+        bench.book(0, 600 - 64)
         assert name(bench.choose(demand(1000))) == "e0"
         bench.book(0, 100)
         assert name(bench.choose(demand(1000))) == "e1"
