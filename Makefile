@@ -13,7 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow laws soak fuzz docs protos lock clean
+.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow laws soak fuzz docs sbom audit protos lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -63,6 +63,12 @@ fuzz: $(READY)  ## each place where bytes of others come in, for FUZZ_SECONDS; l
 
 docs: $(READY)  ## write the generated references anew
 	$(BIN)/picker reference --write
+
+sbom: $(READY)  ## write the SBOM and the list of licences anew, from the lock
+	$(BIN)/python -m supply_chain
+
+audit: $(READY)  ## look the locked versions up among known vulnerabilities; needs the network
+	$(BIN)/uv tool run pip-audit --requirement requirements.lock --disable-pip --require-hashes
 
 protos: $(READY)  ## compile the gRPC API
 	$(BIN)/python setup.py -q build_protos
