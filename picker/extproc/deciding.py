@@ -19,7 +19,6 @@ from picker.kvcache.predicted import Prediction
 from picker.policy.model import CostWeights, PolicyClass
 from picker.queueing.work import Dropped, DropReason, Outcome, Released, Work
 from picker.requests import Hints, Route
-from picker.selection.constraints import Constraints
 from picker.selection.disaggregation import PREFILLER_HEADER
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
@@ -124,18 +123,17 @@ class Deciding:
         cached = self.selector.best_cached(demand, self.selector.eligible(demand.constraints).mask)
         profile = self.dispatcher.queue.policy.profile(prepared.model)
         policy_class = profile.resolve(hints.policy_class, demand.raw_tokens - cached)
-        narrowed = _with_class(demand.constraints, policy_class)
-        if profile.disaggregation is not None:
-            narrowed = apart.narrowed(demand, narrowed, profile.disaggregation)
-        if narrowed != demand.constraints:
+        own = demand.constraints
+        narrowed = self.dispatcher.queue.constraints(demand, own, profile, policy_class)
+        if narrowed != own:
             demand = replace(demand, constraints=narrowed)
             readers = self.selector.eligible(narrowed).mask | apart.mask(narrowed)
             cached = self.selector.best_cached(demand, readers)
         received_at = prepared.received_at
-        return Work(
+        work = Work(
             id=self._new_id(),
             arrival=received_at,
-            demand=demand,
+            demand=prepared.demand,
             policy_class=policy_class,
             cached_tokens=cached,
             strict=self._tier(hints, policy_class),
@@ -148,6 +146,8 @@ class Deciding:
             ttft_deadline=received_at + hints.ttft_ms / 1000 if hints.ttft_ms else inf,
             expected_output_tokens=prepared.max_tokens or 0,
         )
+        work.demand = demand
+        return work
 
     def _tier(self, hints: Hints, policy_class: PolicyClass) -> int:
         """What the request says itself, else what its objective does, else its class."""
@@ -210,16 +210,6 @@ def _tenant(hints: Hints) -> str:
     if hints.fairness_id is not None:
         return hints.fairness_id
     return f"session {hints.session}" if hints.session is not None else ""
-
-
-def _with_class(constraints: Constraints, policy_class: PolicyClass) -> Constraints:
-    if policy_class.allowed_endpoints is None and not policy_class.tolerations:
-        return constraints
-    return replace(
-        constraints,
-        selector=policy_class.allowed_endpoints or constraints.selector,
-        tolerations=(*constraints.tolerations, *policy_class.tolerations),
-    )
 
 
 def _facts(work: Work, stages: Stages, endpoint: str | None = None) -> Facts:

@@ -11,11 +11,11 @@ is then empty again, the charge leaves no debt and no credit behind.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 
-from picker.policy.model import CostWeights, Policy, PolicyClass
+from picker.policy.model import CostWeights, Policy, PolicyClass, Profile
 from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Booking
 from picker.pool.pool import PoolChange
@@ -32,7 +32,7 @@ from picker.queueing.work import Dropped, DropReason, Outcome, Prefill, Released
 from picker.selection.constraints import Constraints
 from picker.selection.disaggregation import Disaggregation
 from picker.selection.endpoint_share import Claim
-from picker.selection.selector import Decision, Selector
+from picker.selection.selector import Decision, Demand, Selector
 
 _DEFAULT_WEIGHTS = CostWeights()
 _HOPELESS = (DropReason.NO_ENDPOINT, DropReason.PIN_NOT_ALLOWED)
@@ -112,10 +112,12 @@ class AdmissionQueue:
         self._free(released)
         self._tick.now = now
         self._refund(work)
+        flow = self._flow_of(work)
+        work.demand = self._demand(work)
         refusal = self._hopeless(work, now, waiting=True)
         if refusal is not None:
             return [self._drop(work, refusal, now), *self.poll(now)]
-        self._wait(work, self._flow_of(work), returned=True)
+        self._wait(work, flow, returned=True)
         return self.poll(now)
 
     def withdraw(self, released: Released) -> None:
@@ -173,24 +175,28 @@ class AdmissionQueue:
 
     def reload(self, policy: Policy, now: float) -> list[Outcome]:
         """Take a new policy. Nobody is lost: a class that keeps its order keeps its queue and its deficit, the
-        requests of others join the classes that they now resolve to, in order of arrival.
+        requests of others join the classes that they now resolve to, in order of arrival. Who may use no endpoint
+        under the new constraints is refused.
         """
         self._tick.now = now
-        self.policy = policy
+        before, self.policy = self.policy, policy
         self._gates = BusyGates()
         old, self._flows = self._flows, {}
         homeless: list[Work] = []
         for policy_class in policy.classes():
             kept = old.pop(policy_class.key, None)
             if kept is not None and _same_order(kept.queue.policy_class, policy_class):
-                self._adopt(kept, policy_class)
+                self._adopt(kept, policy_class, before)
             else:
                 homeless += self._evict(kept) if kept is not None else []
                 self._flows[policy_class.key] = self._new_flow(policy_class, kept)
         for gone in old.values():
             homeless += self._evict(gone)
         for work in sorted(homeless, key=lambda work: work.sequence):
-            self._wait(work, self._resolve(work))
+            flow = self._resolve(work)
+            work.demand = self._demand(work)
+            self._wait(work, flow)
+        self._pool_moved = True
         return self.poll(now)
 
     # --- for those who look -----------------------------------------------------------------------------
@@ -223,6 +229,20 @@ class AdmissionQueue:
         """Find the request's class anew."""
         work.policy_class = self.policy.profile(work.model).resolve(work.class_hint, work.uncached_tokens)
         return self._flows[work.policy_class.key]
+
+    def constraints(
+        self, demand: Demand, own: Constraints, profile: Profile, policy_class: PolicyClass
+    ) -> Constraints:
+        """What a request asks of its endpoint in this class: beside its `own`, what class and profile ask."""
+        narrowed = own.within(policy_class)
+        rule = profile.disaggregation
+        return narrowed if rule is None else self.disaggregation.narrowed(demand, narrowed, rule)
+
+    def _demand(self, work: Work) -> Demand:
+        """The request's demand under the policy and in the class of now."""
+        profile = self.policy.profile(work.model)
+        constraints = self.constraints(work.demand, work.own, profile, work.policy_class)
+        return replace(work.demand, constraints=constraints)
 
     def _hopeless(self, work: Work, now: float, *, waiting: bool = False) -> Refusal | None:
         """Why a request cannot even wait, in the order in which the causes are looked for."""
@@ -414,11 +434,16 @@ class AdmissionQueue:
             self._take_out(work, flow)
         return works
 
-    def _adopt(self, flow: Flow[ClassQueue], policy_class: PolicyClass) -> None:
+    def _adopt(self, flow: Flow[ClassQueue], policy_class: PolicyClass, before: Policy) -> None:
         """A class that lives on under new numbers, with its requests and its deficit."""
+        same_endpoints = _same_endpoints(flow.queue.policy_class, policy_class)
         flow.queue.adopt(policy_class, self._gate(policy_class))
         flow.quantum = policy_class.quantum
         self._flows[policy_class.key] = flow
+        for work in list(flow.queue):
+            rules = [policy.profile(work.model).disaggregation for policy in (before, self.policy)]
+            if not same_endpoints or rules[0] != rules[1]:
+                flow.queue.move(work, self._demand(work))
 
     def _gate(self, policy_class: PolicyClass) -> BusyGate:
         gate = self._gates.of(policy_class)
@@ -445,6 +470,10 @@ def _claim(policy_class: PolicyClass, weights: CostWeights) -> Claim | None:
     if bound is None:
         return None
     return Claim(policy_class.label, policy_class.quantum, bound, weights.over_share)
+
+
+def _same_endpoints(old: PolicyClass, new: PolicyClass) -> bool:
+    return (old.allowed_endpoints, old.tolerations) == (new.allowed_endpoints, new.tolerations)
 
 
 def _same_order(old: PolicyClass, new: PolicyClass) -> bool:

@@ -13,6 +13,7 @@ from picker.queueing.deadlines import Deadlines
 from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
 from picker.queueing.lanes import Lane, Lanes
 from picker.queueing.work import Work
+from picker.selection.selector import Demand
 
 # Tenants beyond the limit share the turns of this one.
 OTHER_TENANTS = "(other)"
@@ -100,6 +101,11 @@ class ClassQueue:
         """A waiting request leaves without being served. KeyError when it does not wait here."""
         self._tenants[self._tenant_of[work]].queue.lanes.remove(work)
         self._left(work)
+
+    def move(self, work: Work, demand: Demand) -> None:
+        """What a waiting request asks of its endpoint is another now; its place is the same."""
+        self._tenants[self._tenant_of[work]].queue.lanes.move(work, demand)
+        self._stale = True
 
     def head(self) -> int | None:
         """The cost of what this class would send next; None when nothing can go. Changes no deficit."""

@@ -13,6 +13,7 @@ from picker.kvcache.matching import slots_of
 from picker.queueing.request_queue import Rank, RequestQueue
 from picker.queueing.work import Work
 from picker.selection.constraints import Constraints
+from picker.selection.selector import Demand
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +98,20 @@ class Lanes:
         self._forget(work, lane)
         if not lane.queue or lane.queue.peek() is not head:
             self._settle(lane)
+
+    def move(self, work: Work, demand: Demand) -> None:
+        """What a waiting request asks of its endpoint is another now: it goes on waiting at its place, in the lane of
+        its kind.
+        """
+        lane = self._where[work]
+        self._forget(work, lane)
+        work.demand = demand
+        other = self._lane_for(demand.constraints)
+        self._where[work] = other
+        if other is not lane:
+            lane.queue.hand_over(work, other.queue)
+            self._settle(lane)
+        self._settle(other)
 
     def candidate(self, busy: int, now: float) -> Lane | None:
         """The lane whose head is first in the class's order among those that can be dispatched now."""

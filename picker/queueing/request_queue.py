@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from picker.policy.model import PolicyClass
 from picker.queueing.work import Work
@@ -75,6 +75,11 @@ class RequestQueue(ABC):
     @abstractmethod
     def remove(self, work: Work) -> None:
         """Take a request out wherever it stands. ValueError when it is not here."""
+
+    def hand_over(self, work: Work, other: Self) -> None:
+        """Let a waiting request change to another lane of the class, where it keeps its place."""
+        self.remove(work)
+        other.add(work)
 
     def remove_many(self, works: Iterable[Work]) -> None:
         """Take out those that are here; others are ignored."""
@@ -157,6 +162,15 @@ class RankedQueue(RequestQueue):
         if len(self._heap) > 2 * len(self._entries) + 16:
             self._heap = list(self._entries.values())
             heapify(self._heap)
+
+    def hand_over(self, work: Work, other: Self) -> None:
+        rank = self._entries[work][0]
+        self.remove(work)
+        other.restore(work, rank)
+
+    def restore(self, work: Work, rank: Rank) -> None:
+        """Take a request in at the place that it had before."""
+        self._enter(rank, work)
 
     def __contains__(self, work: object) -> bool:
         return work in self._entries

@@ -8,6 +8,7 @@ from math import inf
 
 from picker.policy.model import PolicyClass
 from picker.pool.ledger import Booking
+from picker.selection.constraints import Constraints
 from picker.selection.selector import Decision, Demand
 
 
@@ -39,7 +40,8 @@ class Work:
     Times are seconds on the driver's clock; `arrival` is when its headers came, so that time spent on
     tokenizing counts as waiting. `cached_tokens` is what the best eligible endpoint held at enqueue.
     `strict` is a tier, higher first; the meaning of `priority` is the queue policy's. `class_hint` and `model`
-    are kept so that a new policy can resolve the request again.
+    are kept so that a new policy can resolve the request again, and `own`, the constraints that it is made with, so
+    that this can replace what class and profile have added to them in `demand`.
 
     `period` and `tenant_period` say in which backlog of its class and of its tenant it was charged, so that a
     correction finds the account or finds it closed. `output_charge` is what its class took for a token then.
@@ -60,6 +62,7 @@ class Work:
     expected_output_tokens: int = 0
     # A trusted source wants this request's decision written to the log, whatever is sampled.
     explain: bool = False
+    own: Constraints = field(init=False)
     uncached_tokens: int = field(init=False)
     cost: int = field(init=False)
     output_charge: float = field(init=False)
@@ -69,6 +72,7 @@ class Work:
     state: WorkState = WorkState.NEW
 
     def __post_init__(self) -> None:
+        self.own = self.demand.constraints
         self.cached_tokens = min(self.cached_tokens, self.demand.raw_tokens)
         self.uncached_tokens = self.demand.raw_tokens - self.cached_tokens
         self.output_charge = self.policy_class.output_charge or 0.0

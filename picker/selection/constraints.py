@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from picker.policy.constraints import LabelIn, LabelSelector, Taint, TaintEffect, Toleration
+from picker.policy.model import PolicyClass
 from picker.pool.endpoint import Endpoint, EndpointSpec
 
 
@@ -53,6 +54,16 @@ class Constraints:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def within(self, policy_class: PolicyClass) -> Constraints:
+        """With what the class asks of its endpoints, and what it lets its requests tolerate."""
+        if policy_class.allowed_endpoints is None and not policy_class.tolerations:
+            return self
+        return replace(
+            self,
+            selector=policy_class.allowed_endpoints or self.selector,
+            tolerations=(*self.tolerations, *policy_class.tolerations),
+        )
 
     def refuse(self, endpoint: Endpoint, *, waiting: bool = False) -> Ineligible | None:
         """Why this endpoint cannot take the request, or None when it can.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from picker.policy.constraints import LabelSelector, Taint, Toleration
+from picker.policy.constraints import LabelSelector, Taint, TaintEffect, Toleration
 from picker.policy.model import PolicyClass, QueuePolicy
 from picker.pool.endpoint import EngineReport
 from picker.queueing.admission import QueueLimits
@@ -583,6 +583,92 @@ class TestReload:
         fleet.take(fleet.queue.give_back(failed, fleet.now))
         assert fleet.released[-1].work is failed.work
         assert fleet.released[-1].work.policy_class.name == "new"
+
+    @pytest.mark.parametrize("order", QueuePolicy)
+    def test_a_class_that_is_bound_to_other_endpoints_takes_those_who_wait_along(
+        self, order: QueuePolicy
+    ) -> None:
+        """Each at its place: what was given back first, then as the class orders them."""
+        east, west = spec("a", labels={"zone": "east"}), spec("b", labels={"zone": "west"})
+        classes = {
+            zone: one_at_a_time("p", queue_policy=order, allowed_endpoints={"zone": zone})
+            for zone in ("east", "west")
+        }
+        fleet = Fleet([classes["east"]], [east, west])
+        queue = fleet.queue
+
+        def submit(cost: int, own: Constraints = Constraints()) -> Work:
+            work = fleet.work("p", cost, constraints=own)
+            work.demand = replace(work.demand, constraints=own.within(classes["east"]))
+            fleet.take(queue.submit(work, fleet.now))
+            return work
+
+        submit(100)
+        waiting = [submit(cost) for cost in (90, 80, 95)]
+        pinned = submit(50, Constraints(pin="a"))
+        (flow,) = queue.flows()
+        before = [work for work in flow.queue if work is not pinned]
+        deficit = flow.deficit
+        fleet.take(queue.reload(policy_of(classes["west"]), fleet.now))
+        # The one in front goes to the other endpoint at once; the pinned one has nowhere to go any more.
+        assert [each.decision.endpoint.spec.name for each in fleet.released] == ["a", "b"]
+        assert [(each.work, each.reason) for each in fleet.dropped] == [(pinned, DropReason.NO_ENDPOINT)]
+        assert flow is queue.flows()[0]
+        assert fleet.released[-1].deficit_before >= deficit
+        assert [fleet.released[-1].work, *flow.queue] == before
+        assert {work.demand.constraints for work in waiting} == {Constraints().within(classes["west"])}
+        while len(queue):
+            fleet.finish(fleet.released[-1])
+        assert [each.work for each in fleet.released[1:]] == before
+
+    def test_what_was_given_back_stays_in_front_when_the_class_is_bound_anew(self) -> None:
+        """Although by the class's order it would be last."""
+        least_first = {"queue_policy": QueuePolicy.WSPT}
+        fleet = Fleet([one_at_a_time("p", **least_first)], [spec("a", labels={"zone": "x"})])
+        failed = fleet.submit("p", 900)
+        small = [fleet.submit("p", cost) for cost in (100, 200)]
+        fleet.ledger.book(fleet.engine("a"), 1, 0.0)
+        fleet.take(fleet.queue.give_back(fleet.released[0], fleet.now))
+        bound = one_at_a_time("p", allowed_endpoints={"zone": "x"}, **least_first)
+        fleet.take(fleet.queue.reload(policy_of(bound), fleet.now))
+        assert list(fleet.queue.flows()[0].queue) == [failed, *small]
+
+    def test_tolerations_of_a_class_hold_for_those_who_wait_already(self) -> None:
+        """And no longer, when the policy takes them away; a request that tolerates by itself stays."""
+        spot = spec("a", taints=(Taint("spot", effect=TaintEffect.NO_EXECUTE),))
+        tolerant = one_at_a_time("p", tolerations=("spot",))
+        fleet = Fleet([tolerant], [spot])
+        own = Constraints(tolerations=(Toleration("spot"),))
+        for constraints in (own, Constraints(), own):
+            work = fleet.work("p", 100, constraints=constraints)
+            work.demand = replace(work.demand, constraints=constraints.within(tolerant))
+            fleet.take(fleet.queue.submit(work, fleet.now))
+        fleet.take(fleet.queue.reload(policy_of(one_at_a_time("p")), fleet.now))
+        assert [each.work.id for each in fleet.dropped] == ["2"]
+        assert [work.id for work in fleet.queue.flows()[0].queue] == ["3"]
+
+    def test_a_failed_dispatch_comes_back_under_the_constraints_of_the_new_policy(self) -> None:
+        fleet = self.waiting_fleet()
+        fleet.take(
+            fleet.queue.reload(policy_of(one_at_a_time("a", allowed_endpoints={"zone": "none"})), fleet.now)
+        )
+        fleet.take(fleet.queue.give_back(fleet.released[0], fleet.now))
+        assert fleet.dropped[-1].work is fleet.released[0].work
+        assert fleet.dropped[-1].reason is DropReason.NO_ENDPOINT
+
+    def test_tenants_keep_their_turns_when_their_class_is_bound_anew(self) -> None:
+        fleet = Fleet([one_at_a_time("p", fair_tenants=True)], [spec("a", labels={"zone": "x"})])
+        fleet.submit("p")
+        for number in range(12):
+            fleet.submit("p", 100 + number, tenant=f"t{number % 3}")
+        fleet.serve_one_by_one(4)
+        queue = fleet.queue.flows()[0].queue
+        before = {tenant: flow.deficit for tenant, flow in queue._tenants.items()}
+        bound = one_at_a_time("p", fair_tenants=True, allowed_endpoints={"zone": "x"})
+        fleet.take(fleet.queue.reload(policy_of(bound), fleet.now))
+        assert {tenant: flow.deficit for tenant, flow in queue._tenants.items()} == before
+        fleet.serve_one_by_one(8)
+        assert len(fleet.queue) == 0
 
     def test_cancelling_still_finds_a_request_that_moved(self) -> None:
         fleet = self.waiting_fleet()

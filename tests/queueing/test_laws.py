@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from picker.policy.constraints import LabelSelector
+from picker.policy.constraints import LabelSelector, Taint, TaintEffect
 from picker.policy.model import PolicyClass, QueuePolicy
 from picker.queueing.work import Dropped, DropReason, Released, Work, WorkState
 from picker.selection.constraints import Constraints
@@ -37,6 +37,8 @@ class_settings = st.builds(
     max_running_per_worker=st.integers(1, 3),
     queue_policy=st.sampled_from([QueuePolicy(order) for order in ORDERS]),
     max_queue_wait=st.one_of(st.none(), st.floats(0.5, 20.0)),
+    allowed_endpoints=st.one_of(st.none(), st.sampled_from([{"zone": "west"}, {"zone": "east"}])),
+    tolerations=st.sampled_from([(), ("spot",)]),
 )
 
 
@@ -47,6 +49,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.specs = {
             name: spec(name, labels={"zone": "west" if name == "c" else "east"}) for name in ENGINES
         }
+        self.specs["b"] = replace(self.specs["b"], taints=(Taint("spot", effect=TaintEffect.NO_EXECUTE),))
         self.fleet = Fleet(policies, list(self.specs.values()))
         self.ring = ModelRing([ModelClass(policy) for policy in policies])
         self.running: dict[str, list[Released]] = {name: [] for name in ENGINES}
@@ -73,6 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
             priority=priority,
             **({"deadline": self.fleet.now + wait} if wait else {}),
         )
+        work.demand = replace(work.demand, constraints=constraints.within(flow.policy))
         self.arrived += 1
         outcomes = self.fleet.queue.submit(work, self.fleet.now)
         if not self.eligible(work):
@@ -130,7 +134,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 3), settings=class_settings)
     def change_a_class(self, which: int, settings: dict[str, object]) -> None:
-        """A class with another order takes its requests over, as if they came now; one with other numbers goes on."""
+        """A class with another order takes its requests over, as if they came now; one with other numbers goes on,
+        and where it binds its requests to other endpoints they change their lanes.
+        """
         flow = self.ring.classes[which % len(self.ring.classes)]
         before = flow.policy
         flow.policy = PolicyClass(name=before.name, **settings)  # type: ignore[arg-type]
@@ -147,6 +153,12 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def poll_for_nothing(self) -> None:
         assert self.fleet.queue.poll(self.fleet.now) == []
+
+    @invariant()
+    def who_waits_is_bound_by_the_class_of_now(self) -> None:
+        for flow in self.ring.classes:
+            for work in flow.waiting:
+                assert work.demand.constraints == work.own.within(flow.policy)
 
     # --- what the model says ---
 

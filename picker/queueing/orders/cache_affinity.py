@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from picker.queueing.request_queue import OrderContext, Rank, RankedQueue, RequestQueue
 from picker.queueing.work import Work
@@ -20,10 +20,6 @@ class _ArrivalOrder(RankedQueue):
     def rank(self, work: Work) -> Rank:
         priority = -work.priority if self.context.policy_class.high_priority_first else work.priority
         return (-work.strict, priority, work.arrival, work.sequence)
-
-    def restore(self, work: Work, base: Rank) -> None:
-        """Take a request back at the place that it had."""
-        self._enter(base, work)
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +115,15 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
             return
         self._forget(scored)
         self._fill()
+
+    def hand_over(self, work: Work, other: Self) -> None:
+        scored = self._window.get(work)
+        if scored is None:
+            self._rest.hand_over(work, other._rest)
+        else:
+            other._rest.restore(work, scored.base)
+            self.remove(work)
+        other._fill()
 
     def refresh(self, now: float) -> bool:
         """Score the least recently scored of the window anew and mark who has waited too long."""
