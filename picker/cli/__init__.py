@@ -35,6 +35,10 @@ COMMANDS = {
         "picker.simulation.experiments.simulate_command:simulate",
         "Try policies on a workload in virtual time.",
     ),
+    "study": (
+        "picker.simulation.studies.study_command:study",
+        "Repeat the studies that Picker's claims rest on.",
+    ),
     "replay": (
         "picker.simulation.replay_command:replay_command",
         "Send the requests of a recording to a live gateway.",

@@ -30,7 +30,9 @@ def report(title: str, facts: Sequence[str], groups: Groups) -> str:
         ("Pods", [charts(_pod_charts(groups))]),
     ]
     if len(class_names(groups)) > 1:
-        sections.append(("Classes", [class_table(groups).html(), charts(class_charts(groups))]))
+        sections.append(
+            ("Classes", [class_table(groups).html(), charts([chart(*each) for each in class_charts(groups)])])
+        )
     return page(title, sections)
 
 
@@ -82,8 +84,8 @@ def _pod_charts(groups: Groups) -> list[str]:
     ]
 
 
-def class_charts(groups: Groups) -> list[str]:
-    """Waits, shares and shortfalls by class, and each policy's shares over time."""
+def class_charts(groups: Groups) -> list[tuple[str, str]]:
+    """(heading, drawing) of waits, shares and shortfalls by class, and of each policy's shares over time."""
     names = class_names(groups)
     found = []
     for key in ("ttft_p99", "wait_p99", "share", "shortfall"):
@@ -92,13 +94,11 @@ def class_charts(groups: Groups) -> list[str]:
             name: {policy: figure.estimate(results, name) for policy, results in groups.items()}
             for name in names
         }
-        found.append(chart(_TITLES[key], bars(by_class, "seconds" if key.endswith("p99") else "part")))
+        found.append((_TITLES[key], bars(by_class, "seconds" if key.endswith("p99") else "part")))
     for policy, results in groups.items():
         shares = results[0].measures.shares
         series = {name: [(at, parts.get(name, 0.0)) for at, parts in shares] for name in names}
-        found.append(
-            chart(f"Shares of the work under {policy}, first seed", lines(series, "seconds", "part"))
-        )
+        found.append((f"Shares of the work under {policy}, first seed", lines(series, "seconds", "part")))
     return found
 
 
