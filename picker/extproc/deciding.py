@@ -138,7 +138,7 @@ class Deciding:
             cached_tokens=cached,
             strict=self._tier(hints, policy_class),
             priority=hints.priority if hints.priority is not None else 0.0,
-            tenant=_tenant(hints),
+            tenant=hints.fairness_id or "",
             model=prepared.model or "",
             class_hint=hints.policy_class,
             deadline=self._deadline(received_at, hints, policy_class),
@@ -203,13 +203,6 @@ class Deciding:
 
 def _nothing() -> None:
     """How to leave when the answer has been given."""
-
-
-def _tenant(hints: Hints) -> str:
-    """Whose turn it takes: the tenant's, else its session's own, under a name that no tenant can have."""
-    if hints.fairness_id is not None:
-        return hints.fairness_id
-    return f"session {hints.session}" if hints.session is not None else ""
 
 
 def _facts(work: Work, stages: Stages, endpoint: str | None = None) -> Facts:

@@ -56,11 +56,11 @@ class HintTrust(BaseModel):
     fairness_id: Trust = Trust.METADATA
     """Who may say it, can have its requests charged to anybody."""
     session_finish: Trust = Trust.METADATA
-    ttl: Trust = Trust.ACCEPT
-    """A request can only shorten its own wait."""
-    ttft_ms: Trust = Trust.ACCEPT
-    request_id: Trust = Trust.ACCEPT
+    ttl: Trust = Trust.METADATA
+    ttft_ms: Trust = Trust.METADATA
+    """Where a class serves the earliest deadline first, this one and `ttl` promote."""
     session: Trust = Trust.ACCEPT
+    """It is a tenant of its own only where clients may say that (`fairness_id`), or the gateway has said it."""
 
     @cached_property
     def accepted(self) -> tuple[str, ...]:
@@ -95,8 +95,7 @@ class Hints:
     ttft_ms: float | None = None
     """Wanted time to first token, milliseconds."""
     fairness_id: str | None = None
-    """The tenant."""
-    request_id: str | None = None
+    """The tenant; without one, the session under a name that no tenant can have, if its word counts for that."""
     session: str | None = None
     """The conversation or the agent's run that the request is part of, as agents say it in headers of their own."""
     session_finish: bool = False
@@ -130,6 +129,9 @@ def parse_hints(
                 if first.get(name, "").strip():
                     found[hint] = _read(read, first[name], name)
                     break
+    says_tenant = trust.fairness_id is Trust.ACCEPT or trusted.get("session") is not None
+    if says_tenant and "session" in found and "fairness_id" not in found:
+        found["fairness_id"] = f"session {found['session']}"
     consumed = tuple(name for name in first if is_control_header(name))
     return Hints(**found, consumed_headers=consumed)
 
@@ -277,7 +279,6 @@ _HINTS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
         ("x-picker-tenant", "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"),
         identity,
     ),
-    "request_id": (("x-request-id",), identity),
     "session": (
         ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id", "session_id"),
         identity,
@@ -287,7 +288,7 @@ _HINTS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 }
 
 # Read by others than pickers too, so they go on to the upstream.
-_PASSED_ON = frozenset(_HINTS["request_id"][0] + _HINTS["session"][0])
+_PASSED_ON = frozenset(_HINTS["session"][0])
 
 _CONTROL_HEADERS = (
     frozenset(name for names, _ in _HINTS.values() for name in names)

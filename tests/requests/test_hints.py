@@ -49,7 +49,6 @@ EXPECTED = Hints(
     ttl=1.5,
     ttft_ms=250.0,
     fairness_id="acme",
-    request_id="r-1",
     session="s-1",
     session_finish=True,
     consumed_headers=tuple(name for name, _ in HEADERS if name not in ("x-request-id", "session-id")),
@@ -63,9 +62,6 @@ def test_headers_count_where_they_are_accepted() -> None:
 def test_by_default_no_header_promotes_or_steers() -> None:
     hints = parse_hints(HEADERS, {})
     assert hints == Hints(
-        ttl=1.5,
-        ttft_ms=250.0,
-        request_id="r-1",
         session="s-1",
         consumed_headers=EXPECTED.consumed_headers,
     )
@@ -177,11 +173,11 @@ def test_absurd_numbers_are_clamped() -> None:
 def test_names_of_clients_are_bounded_and_printable() -> None:
     long, strange = "t" * 10_000, "a\nb\x1b[31m"
     for text in (long, strange):
-        hints = parse_hints([("x-picker-tenant", text), ("x-request-id", text)], {}, ACCEPT_ALL)
+        hints = parse_hints([("x-picker-tenant", text), ("x-session-id", text)], {}, ACCEPT_ALL)
         assert hints.fairness_id is not None
         assert hints.fairness_id.isprintable()
         assert len(hints.fairness_id) < 64
-        assert hints.fairness_id == hints.request_id
+        assert hints.fairness_id == hints.session
     one, other = (parse_hints([("x-picker-tenant", each)], {}, ACCEPT_ALL) for each in (long, long + "t"))
     assert one != other
 
@@ -243,6 +239,15 @@ def test_any_hints_are_read_or_refused(headers: list[tuple[str, str]], metadata:
 def test_the_headers_of_known_agents_say_the_session_and_go_on_to_the_engine(name: str) -> None:
     hints = parse_hints([(name, "run-7")], {})
     assert (hints.session, hints.fairness_id, hints.consumed_headers) == ("run-7", None, ())
+
+
+def test_a_session_is_a_tenant_only_on_a_word_that_counts() -> None:
+    """Or a client with a new session for each request would have as many turns as it likes."""
+    said = [("x-session-id", "run-7")]
+    assert parse_hints(said, {}).fairness_id is None
+    assert parse_hints(said, {}, HintTrust(fairness_id=Trust.ACCEPT)).fairness_id == "session run-7"
+    hints = parse_hints([], {"picker": {"session": "run-7"}})
+    assert (hints.session, hints.fairness_id) == ("run-7", "session run-7")
 
 
 def test_no_client_is_another_tenant_unless_clients_are_trusted() -> None:
