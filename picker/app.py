@@ -161,8 +161,7 @@ class App:
         )
         self.index.on_stored = self.exchanges.block_stored
         self.recording = _recording(settings.telemetry, self.clock)
-        if self.recording is not None:
-            self.exchanges.on_end = self._record_end
+        self.exchanges.on_end = self._record_end
         self.deciding = Deciding(
             selector=self.selector,
             dispatcher=self.dispatcher,
@@ -335,8 +334,12 @@ class App:
         self._record(exchange.released.work, "dispatched", exchange.output_tokens)
 
     def _record(self, work: Work, outcome: str, output_tokens: int | None = None) -> None:
+        live = self.telemetry.recording
+        if self.recording is None and not live.wanted:
+            return
+        block_size = min(self.pool.block_sizes(), default=self.pool.default_block_size)
+        live.take(work, outcome, output_tokens, block_size)
         if self.recording is not None:
-            block_size = min(self.pool.block_sizes(), default=self.pool.default_block_size)
             self.recording.take(work, outcome, output_tokens, block_size)
 
     def _predict(self, released: Released, prompt: PromptKeys) -> list[Prediction]:

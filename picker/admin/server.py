@@ -1,4 +1,4 @@
-"""The admin HTTP server: /metrics, /healthz, /readyz, /status, /decisions, /events and the dashboard."""
+"""The admin HTTP server: /metrics, /healthz, /readyz, /status, /decisions, /events, /recording and the dashboard."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from picker.admin.access import TOKEN_HEADER, Access
 from picker.admin.feed import Feed, TooManyWatchers, event
 from picker.admin.views import Views
 from picker.telemetry import Telemetry
+from picker.telemetry.live_recording import TooManyListeners
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,6 +59,7 @@ class AdminServer:
                 web.get("/decisions", self._decisions),
                 web.get("/decisions/{id}", self._decision),
                 web.get("/events", self._events),
+                web.get("/recording", self._recording),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=2.0)
@@ -71,6 +73,7 @@ class AdminServer:
 
     async def stop(self) -> None:
         self._feed.close()
+        self._telemetry.recording.close()
         await self._runner.cleanup()
 
     @web.middleware
@@ -141,6 +144,22 @@ class AdminServer:
             pass
         finally:
             await events.aclose()  # type: ignore[attr-defined]
+        return response
+
+    async def _recording(self, request: web.Request) -> web.StreamResponse:
+        try:
+            listener = self._telemetry.recording.listen()
+        except TooManyListeners:
+            return _json({"error": "as many recordings are under way as are allowed"}, status=429)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", **_SAFE_HEADERS})
+        try:
+            await response.prepare(request)
+            async for text in listener:
+                await response.write(text.encode())
+        except ConnectionResetError:
+            pass
+        finally:
+            listener.leave()
         return response
 
     def _state(self) -> dict[str, Any]:

@@ -39,6 +39,10 @@ COMMANDS = {
         "picker.simulation.studies.study_command:study",
         "Repeat the studies that Picker's claims rest on.",
     ),
+    "record": (
+        "picker.cli.record:record",
+        "Record the requests of a running picker.",
+    ),
     "replay": (
         "picker.simulation.replay_command:replay_command",
         "Send the requests of a recording to a live gateway.",

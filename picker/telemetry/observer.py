@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from picker.telemetry.catalogue import STAGES
 from picker.telemetry.decisions import MAX_CANDIDATES, Candidate, DecisionLog, DecisionRecord, Rejection
+from picker.telemetry.live_recording import LiveRecording
 from picker.telemetry.logs import DecisionLines
 from picker.telemetry.metrics import Metrics
 from picker.telemetry.shares import ShareHistory
@@ -78,6 +79,7 @@ class Telemetry:
         self.metrics = Metrics(self.sources, self.shares, clock=clock, version=version)
         self.decisions = DecisionLog(decisions)
         self.requests = RequestStats()
+        self.recording = LiveRecording(clock)
         self.stages: Mapping[str, Callable[[float], None]] = {
             name: self.metrics.stage(name) for name in STAGES
         }

@@ -1,7 +1,7 @@
-"""Arrivals written to a file that `picker replay` and the simulator read: when, how long, how alike, which class.
+"""Arrivals written down for `picker replay` and the simulator: when, how long, how alike, which class.
 
 No prompt can be read from it. Prompts appear as the hashes of their blocks, and tenants as names, both keyed with a
-secret of this process that is written nowhere: equal means equal within one run of Picker and nothing beyond it.
+secret of this process that is written nowhere: equal means equal within one recording and nothing beyond it.
 """
 
 from __future__ import annotations
@@ -37,27 +37,20 @@ class RecordingStats:
     bytes: int = 0
 
 
-class Recording:
-    """Appends a JSON line for each arrival until the file has `max_bytes`. A thread of its own writes.
+Entry = tuple[dict[str, Any], Sequence[int]]
 
-    `clock` is the one of the works' arrivals. Raises OSError when the file cannot be opened.
-    """
 
-    def __init__(self, path: Path, max_bytes: int, clock: Callable[[], float]) -> None:
-        self.stats = RecordingStats()
-        self._max_bytes = max_bytes
+class Form:
+    """How one recording is written: its secret, its clock, its block size. `clock` is that of the works' arrivals."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._epoch = time.time() - clock()
         self._secret = token_bytes(16)
         self._block_size: int | None = None
-        self._file = path.open("a", encoding="utf-8")
-        self.stats.bytes = path.stat().st_size
-        self._waiting: queue.Queue[tuple[dict[str, Any], Sequence[int]] | None] = queue.Queue(_BACKLOG)
-        self._thread = threading.Thread(target=self._write, args=(self._file,), name="recording", daemon=True)
-        self._thread.start()
 
-    def take(self, work: Work, outcome: str, output_tokens: int | None, block_size: int) -> None:
-        """Write down a request that has ended or was refused. output_tokens: None where nobody has told; then
-        what the request allowed. block_size: the engines'; the first one holds for the whole recording.
+    def entry(self, work: Work, outcome: str, output_tokens: int | None, block_size: int) -> Entry:
+        """Take from a request what is to be kept; cheap. output_tokens: None where nobody has told; then what the
+        request allowed. block_size: the engines'; the first one holds for the whole recording.
         """
         if self._block_size is None:
             self._block_size = block_size
@@ -74,8 +67,42 @@ class Recording:
             "tenant": work.tenant,
             "outcome": outcome,
         }
+        return record, keys
+
+    def line(self, entry: Entry) -> str:
+        """The entry with everything hashed; a millisecond for a long prompt. Any thread may ask."""
+        record, keys = entry
+        tenant = self._keyed(record["tenant"].encode()).hex() if record["tenant"] else ""
+        kept = record | {"tenant": tenant, "hash_ids": [self._hash(key) for key in keys]}
+        return json.dumps(kept, separators=(",", ":")) + "\n"
+
+    def _hash(self, key: int) -> int:
+        return int.from_bytes(self._keyed(key.to_bytes(8, "little"))) >> (64 - _HASH_BITS)
+
+    def _keyed(self, value: bytes) -> bytes:
+        return blake2b(value, digest_size=8, key=self._secret).digest()
+
+
+class Recording:
+    """Appends a JSON line for each arrival until the file has `max_bytes`. A thread of its own writes.
+
+    Raises OSError when the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, clock: Callable[[], float]) -> None:
+        self.stats = RecordingStats()
+        self._max_bytes = max_bytes
+        self._form = Form(clock)
+        self._file = path.open("a", encoding="utf-8")
+        self.stats.bytes = path.stat().st_size
+        self._waiting: queue.Queue[Entry | None] = queue.Queue(_BACKLOG)
+        self._thread = threading.Thread(target=self._write, args=(self._file,), name="recording", daemon=True)
+        self._thread.start()
+
+    def take(self, work: Work, outcome: str, output_tokens: int | None, block_size: int) -> None:
+        """Write down a request that has ended or was refused; see `Form.entry`."""
         try:
-            self._waiting.put_nowait((record, keys))
+            self._waiting.put_nowait(self._form.entry(work, outcome, output_tokens, block_size))
         except queue.Full:
             self.stats.lost += 1
 
@@ -87,10 +114,7 @@ class Recording:
     def _write(self, file: IO[str]) -> None:
         with file:
             while (entry := self._waiting.get()) is not None:
-                record, keys = entry
-                record["tenant"] = self._keyed(record["tenant"].encode()).hex() if record["tenant"] else ""
-                record["hash_ids"] = [self._hash(key) for key in keys]
-                line = json.dumps(record, separators=(",", ":")) + "\n"
+                line = self._form.line(entry)
                 if self.stats.bytes + len(line) > self._max_bytes:
                     self.stats.lost += 1
                     continue
@@ -104,9 +128,3 @@ class Recording:
                     continue
                 self.stats.bytes += len(line)
                 self.stats.written += 1
-
-    def _hash(self, key: int) -> int:
-        return int.from_bytes(self._keyed(key.to_bytes(8, "little"))) >> (64 - _HASH_BITS)
-
-    def _keyed(self, value: bytes) -> bytes:
-        return blake2b(value, digest_size=8, key=self._secret).digest()
