@@ -500,6 +500,7 @@ def _membership(settings: KubernetesSettings) -> Membership:
     return Membership(
         pool=settings.name,
         namespace=settings.namespace,
+        pod=settings.pod,
         node_taints=settings.node_taints,
         defaults=PodDefaults(**dict(settings.pods) | {"engine": EngineKind(settings.pods.engine)}),
         watch=WatchSettings(**dict(settings.watch)),

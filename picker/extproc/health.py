@@ -12,7 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from picker.extproc.server import SERVICE_NAME
 
 LIVENESS = "liveness"
-_READINESS_NAMES = ("", "readiness", SERVICE_NAME)
+# As readiness, but it does not ask for the leadership: a replica that can take over at once.
+STANDBY = "standby"
+_NAMES = (LIVENESS, STANDBY, "", "readiness", SERVICE_NAME)
 
 _Status = health_pb2.HealthCheckResponse
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,7 +37,12 @@ class HealthState:
 
     @property
     def ready(self) -> bool:
-        return self._synced and self._leader and self._serving and not self._draining
+        return self._leader and self.fit
+
+    @property
+    def fit(self) -> bool:
+        """Ready, or would be as soon as it led."""
+        return self._synced and self._serving and not self._draining
 
     def update(
         self,
@@ -78,7 +85,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
     async def List(
         self, request: health_pb2.HealthListRequest, context: Context
     ) -> health_pb2.HealthListResponse:
-        statuses = {name: _Status(status=self._status(name)) for name in (LIVENESS, *_READINESS_NAMES)}
+        statuses = {name: _Status(status=self._status(name)) for name in _NAMES}
         return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(
@@ -96,8 +103,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # th
             await changed.wait()
 
     def _status(self, name: str) -> int | None:
-        if name == LIVENESS:
-            return int(_Status.SERVING)
-        if name in _READINESS_NAMES:
-            return int(_Status.SERVING if self._state.ready else _Status.NOT_SERVING)
-        return None
+        if name not in _NAMES:
+            return None
+        serves = name == LIVENESS or (self._state.fit if name == STANDBY else self._state.ready)
+        return int(_Status.SERVING if serves else _Status.NOT_SERVING)

@@ -15,6 +15,7 @@ import aiohttp
 from picker.admin.access import TOKEN_HEADER
 from picker.pool.kube.api import KubeApi
 from picker.pool.kube.errors import ApiError
+from picker.pool.kube.leader_mark import LEADER_LABEL
 
 Annotations = Mapping[str, str | None]
 
@@ -56,7 +57,7 @@ class Cluster:
     # Picker
 
     async def picker_pod(self) -> dict[str, Any]:
-        """The pod that serves: of several, the one that is ready, which is the leader."""
+        """The pod that serves: of several, the one that leads."""
         labels = PICKER_LABEL
         if self._where.release:
             labels += f",app.kubernetes.io/instance={self._where.release}"
@@ -66,11 +67,11 @@ class Cluster:
         if len(releases) > 1:
             names = ", ".join(sorted(map(str, releases)))
             raise NotThere(f"namespace {self.namespace} has the releases {names}: choose one with --release")
-        ready = [pod for pod in pods if _is_ready(pod)]
-        if not ready:
-            what = "no picker that is ready" if pods else "no picker"
+        serving = [pod for pod in pods if LEADER_LABEL in pod["metadata"]["labels"] and _is_ready(pod)]
+        if not serving:
+            what = f"no picker that is ready and has the label {LEADER_LABEL}" if pods else "no picker"
             raise NotThere(f"{what} in namespace {self.namespace} (pods with {labels})")
-        return ready[0]
+        return serving[0]
 
     async def admin(self, path: str) -> Any:
         """An answer of the admin port, as data. None when it says that there is no such thing."""

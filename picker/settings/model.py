@@ -202,6 +202,11 @@ class KubernetesSettings(Section):
     namespace: str | None = Field(None, description="Its namespace; by default the picker's own.")
     node_taints: bool = Field(False, description="Also take taints from the pods' nodes.")
     leader_election: bool = Field(False, description="Only the holder of the pool's Lease is ready.")
+    pod: str | None = Field(
+        None,
+        description="The picker's own pod. While it leads it carries the label `picker.dev/leader`, for a Service to"
+        " select. Only with leader_election.",
+    )
     kubeconfig: Path | None = Field(
         None, description="How to reach the API server from outside; by default as a pod inside."
     )
@@ -221,7 +226,8 @@ class PoolSettings(Section):
     scrape_timeout: PositiveFloat = Field(1.0, description="Seconds to wait for a scrape.")
     stale_after: PositiveFloat = Field(
         5.0,
-        description="An engine unheard for so many seconds gets no request while another is heard.",
+        description="An engine unheard for so many seconds gets no request while another is heard; one that"
+        " lets nobody connect, at once.",
     )
 
     @model_validator(mode="after")

@@ -50,6 +50,21 @@ async def test_readiness_follows_the_state_and_liveness_does_not(state: HealthSt
             assert await status(stub, name) == (SERVING if ready else NOT_SERVING)
 
 
+@pytest.mark.parametrize(
+    ("state", "fit"),
+    [
+        (HealthState(leader=False), False),
+        (HealthState(synced=True, leader=False), True),
+        (HealthState(synced=True), True),
+        (HealthState(synced=True, leader=False, draining=True), False),
+    ],
+)
+async def test_a_follower_stands_by(state: HealthState, fit: bool) -> None:
+    """A Deployment counts pods that can take over; which of them is asked is for the Service to say."""
+    async with probe(state) as stub:
+        assert await status(stub, "standby") == (SERVING if fit else NOT_SERVING)
+
+
 async def test_an_unknown_name_is_not_found() -> None:
     async with probe(HealthState(synced=True)) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -81,5 +96,5 @@ async def test_all_names_can_be_listed() -> None:
     async with probe(HealthState(synced=True)) as stub:
         listing = await stub.List(health_pb2.HealthListRequest())
         assert {name: answer.status for name, answer in listing.statuses.items()} == dict.fromkeys(
-            ["liveness", *READINESS_NAMES], SERVING
+            ["liveness", "standby", *READINESS_NAMES], SERVING
         )

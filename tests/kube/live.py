@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from picker.pool.kube.api import KubeApi
 from picker.simulation.envoy import EnvoyProcess
@@ -356,18 +358,36 @@ class Live:
         await picker.start()
         return picker
 
-    async def picker_pod(self, address: str) -> None:
-        """The Pod that the chart's Deployment would make for a picker, at this address."""
-        deployment = await asyncio.to_thread(
+    async def rendered(self, template: str, *flags: str) -> Any:
+        """The first object that one template of the chart makes."""
+        text = await asyncio.to_thread(
             self.cluster.helm,
-            *("template", RELEASE, str(CHART), "--namespace", self.namespace, "--show-only"),
-            *("templates/deployment.yaml", "--values", str(CHART / "examples" / "policy.yaml")),
+            *("template", RELEASE, str(CHART), "--namespace", self.namespace),
+            *("--show-only", f"templates/{template}.yaml"),
+            *flags,
         )
-        template = yaml.safe_load(deployment)["spec"]["template"]
+        return next(iter(yaml.safe_load_all(text)))
+
+    async def picker_pod(self, address: str, name: str = "picker-0", *flags: str) -> None:
+        """The Pod that the chart's Deployment would make for a picker, at this address."""
+        values = ("--values", str(CHART / "examples" / "policy.yaml"), *flags)
+        template = (await self.rendered("deployment", *values))["spec"]["template"]
         labels = template["metadata"]["labels"]
-        pod = {"metadata": {"name": "picker-0", "labels": labels}, "spec": template["spec"]}
+        pod = {"metadata": {"name": name, "labels": labels}, "spec": template["spec"]}
         await self.api.request("POST", self._pods(), body=pod)
-        await self._patch(f"{self._pods('picker-0')}/status", {"status": _running(address, True)})
+        await self._patch(f"{self._pods(name)}/status", {"status": _running(address, True)})
+
+    async def selected(self, *flags: str) -> list[str]:
+        """The pods that Picker's Service selects."""
+        selector = (await self.rendered("service", *flags))["spec"]["selector"]
+        labels = ",".join(f"{key}={value}" for key, value in selector.items())
+        answer = await self.api.request("GET", self._pods(), [("labelSelector", labels)])
+        return [pod["metadata"]["name"] for pod in answer["items"]]
+
+    async def await_selected(self, *names: str, flags: Sequence[str] = ()) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while await self.selected(*flags) != list(names):
+                await asyncio.sleep(0.2)
 
     async def ready(self, picker: PickerProcess, path: str = "/readyz") -> bool:
         with suppress(aiohttp.ClientError):
@@ -440,6 +460,18 @@ def on_these_ports(config: dict[str, Any], extproc: int) -> dict[str, Any]:
             endpoint = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
             endpoint["address"]["socket_address"]["port_value"] = port
     return config
+
+
+async def health(picker: PickerProcess, service: str) -> str:
+    """What its health port says of a service."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.ports['health']}") as channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service)
+            )
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 def own_address() -> str:

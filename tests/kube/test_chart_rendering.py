@@ -13,6 +13,7 @@ import yaml
 
 from charts.generate import manifests
 from picker.policy import load_policy
+from picker.pool.kube.leader_mark import LEADER_LABEL
 from picker.settings import load_settings
 from tests.kube.binaries import Binaries
 from tests.kube.chart import CHART, EXAMPLES, MANIFESTS, BadValues, Rendered, Renderer
@@ -226,12 +227,13 @@ def test_containers_are_locked_down(render: Renderer, mode: str) -> None:
 
 
 def test_liveness_does_not_ask_for_readiness(render: Renderer) -> None:
-    """C53: a follower of a leader election is alive and not ready."""
-    picker = render("replicas=2").container("picker")
+    """C53: a follower of a leader election is alive."""
     health = {"port": 9003}
-    assert picker["livenessProbe"]["grpc"] == health | {"service": "liveness"}
-    assert picker["startupProbe"]["grpc"] == health | {"service": "liveness"}
-    assert picker["readinessProbe"]["grpc"] == health | {"service": "readiness"}
+    for replicas, readiness in (1, "readiness"), (2, "standby"):
+        picker = render(f"replicas={replicas}").container("picker")
+        assert picker["livenessProbe"]["grpc"] == health | {"service": "liveness"}
+        assert picker["startupProbe"]["grpc"] == health | {"service": "liveness"}
+        assert picker["readinessProbe"]["grpc"] == health | {"service": readiness}
 
 
 def test_the_grace_period_is_longer_than_the_drain(render: Renderer, tmp_path: Path) -> None:
@@ -240,18 +242,43 @@ def test_the_grace_period_is_longer_than_the_drain(render: Renderer, tmp_path: P
     assert rendered.pod["spec"]["terminationGracePeriodSeconds"] > 77
 
 
-def test_a_rollout_never_waits_for_a_follower_to_become_ready(render: Renderer) -> None:
-    alone = render().one("Deployment")["spec"]["strategy"]["rollingUpdate"]
-    assert alone == {"maxSurge": 1, "maxUnavailable": 0}
-    elected = render("replicas=3").one("Deployment")["spec"]["strategy"]["rollingUpdate"]
-    assert elected["maxUnavailable"] == "100%"
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_version_that_does_not_become_ready_takes_no_pod_down(render: Renderer, replicas: int) -> None:
+    rendered = render(f"replicas={replicas}")
+    assert rendered.one("Deployment")["spec"]["strategy"]["rollingUpdate"] == {
+        "maxSurge": 1,
+        "maxUnavailable": 0,
+    }
 
 
-def test_a_disruption_budget_only_where_it_can_be_kept(render: Renderer) -> None:
+def test_the_service_selects_the_pod_that_leads(render: Renderer) -> None:
+    """The same one before and after replicas are added: a pod of one replica has what a leader gives itself."""
+    alone, elected = render(), render("replicas=2")
+    assert alone.one("Service")["spec"] == elected.one("Service")["spec"]
+    label = {LEADER_LABEL: "true"}.items()
+    assert label <= alone.one("Service")["spec"]["selector"].items()
+    assert label <= alone.pod["metadata"]["labels"].items()
+    assert LEADER_LABEL not in elected.pod["metadata"]["labels"]
+    assert LEADER_LABEL not in elected.one("Deployment")["spec"]["selector"]["matchLabels"]
+    names = {entry["name"]: entry for entry in elected.container("picker")["env"]}
+    own = {"fieldRef": {"fieldPath": "metadata.name"}}
+    assert names["PICKER_POOL__KUBERNETES__POD"]["valueFrom"] == own
+    assert load_settings(environ={"PICKER_POOL__KUBERNETES__POD": "me"}).pool.kubernetes.pod == "me"
+
+
+def test_followers_are_scraped_too(render: Renderer) -> None:
+    rendered = render("replicas=2", "serviceMonitor.enabled=true")
+    wanted = rendered.one("ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
+    [service] = [each for each in rendered.all("Service") if wanted <= each["metadata"]["labels"].items()]
+    assert service["spec"]["selector"].items() <= rendered.pod["metadata"]["labels"].items()
+    [endpoint] = rendered.one("ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
+
+
+def test_a_disruption_budget_where_there_are_several(render: Renderer) -> None:
     kind = "PodDisruptionBudget"
     assert not render().all(kind)
-    assert not render("replicas=3").all(kind)  # only the leader is ready: it could never be evicted
-    budget = render("replicas=3", "leaderElection.enabled=false").one(kind)
+    budget = render("replicas=3").one(kind)
     assert budget["spec"]["maxUnavailable"] == 1
     assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 

@@ -16,7 +16,7 @@ import yaml
 from picker.simulation.envoy import EnvoyProcess
 from tests.kube.chart import Renderer
 from tests.kube.control_plane import ControlPlane, free_port
-from tests.kube.live import PATIENCE, Live, Load, PickerProcess, living, on_these_ports
+from tests.kube.live import PATIENCE, Live, Load, PickerProcess, health, living, on_these_ports
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
@@ -98,18 +98,40 @@ async def test_a_leader_that_is_told_to_stop_hands_over_at_once_and_fails_nothin
     await two_pods(live)
     await live.access(None, WITH_ELECTION)
     election = ELECTION | {"lease": {"duration": 600, "retry_period": 0.3, "request_timeout": 1}}
-    settings = {"pool": {"kubernetes": election}, "queue": {"drain_notice": 3}}
-    leader = await live.picker(**settings)
+
+    async def start(pod: str) -> PickerProcess:
+        await live.picker_pod("10.9.0.1", pod, WITH_ELECTION)
+        return await live.picker(
+            pool={"kubernetes": election | {"pod": pod}}, queue={"drain_notice": 3, "drain_grace": 20}
+        )
+
+    leader = await start("picker-0")
     await live.await_ready(leader)
-    follower = await live.picker(**settings)
+    await live.await_selected("picker-0", flags=[WITH_ELECTION])
+    follower = await start("picker-1")
+    # As far as its Deployment can see it is as good as the leader, but the Service does not select it.
+    await until_standing_by(follower)
+    assert await health(follower, "readiness") == "NOT_SERVING"
+    assert await live.selected(WITH_ELECTION) == ["picker-0"]
     load = await live.envoy(leader.ports["extproc"], follower.ports["extproc"])
     await load.served_by("a", "b")
     load.answers.clear()
     stopping = asyncio.create_task(leader.stop())
     # A lease of ten minutes was given back, or nobody would be ready for that long.
     await live.await_ready(follower)
+    await live.await_selected("picker-0", "picker-1", flags=[WITH_ELECTION])
     assert await stopping == 0
     await load.served_by("a", "b")
+    # In the pod that did not go a container is started anew, and finds the mark of the one before it.
+    again = await live.picker(pool={"kubernetes": election | {"pod": "picker-0"}})
+    await until_standing_by(again)
+    assert await live.selected(WITH_ELECTION) == ["picker-1"]
+
+
+async def until_standing_by(picker: PickerProcess) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while await health(picker, "standby") != "SERVING":
+            await asyncio.sleep(0.05)
 
 
 async def test_a_rolling_update_under_load_fails_no_request(live: Live) -> None:

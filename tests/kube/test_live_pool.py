@@ -7,12 +7,10 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.kube.control_plane import ControlPlane
-from tests.kube.live import PATIENCE, POOL, Live, PickerProcess, Wire, living
+from tests.kube.live import PATIENCE, POOL, Live, Wire, health, living
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
@@ -97,17 +95,6 @@ async def test_the_last_good_state_serves_while_the_api_server_is_away(live: Liv
         await load.served_by("a", "b")
         assert await live.ready(picker)
     assert load.statuses() == {200: len(load.answers)}
-
-
-async def health(picker: PickerProcess, service: str) -> str:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{picker.ports['health']}") as channel:
-        try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(service=service)
-            )
-        except grpc.aio.AioRpcError as error:
-            return error.code().name
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 NAMES = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor")

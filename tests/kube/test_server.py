@@ -161,6 +161,7 @@ def test_permissions(cluster: ControlPlane, namespace: str, installed: bool) -> 
         assert not can(cluster, namespace, "list", resource, "--all-namespaces")
         for verb in ("create", "update", "patch", "delete"):
             assert not can(cluster, namespace, verb, resource)
+    assert can(cluster, namespace, "patch", "pods", "--subresource=status") is elected
     for forbidden in ("secrets", "configmaps", "services", "deployments.apps", "serviceaccounts"):
         for verb in ("get", "list", "create", "delete"):
             assert not can(cluster, namespace, verb, forbidden)

@@ -132,6 +132,9 @@ class FakeKube:
     def watchers(self, path: str) -> int:
         return sum(watcher.path == path for watcher in self._watchers)
 
+    def get(self, path: str, name: str) -> Json:
+        return self._objects[path][name]
+
     def put(self, path: str, item: Json) -> None:
         """Create or modify an object, and tell the watchers."""
         self.serve(path)
@@ -146,7 +149,7 @@ class FakeKube:
         self._store(path, "DELETED", item, item)
 
     def fail_next(self, verb: str, path: str, *faults: Fault) -> None:
-        """Each of the next requests of `verb` (LIST, WATCH, GET, PUT, POST) gets its fault instead."""
+        """Each of the next requests of `verb` (LIST, WATCH, GET, PUT, POST, PATCH) gets its fault instead."""
         self._faults[verb, path].extend(faults)
 
     def mend(self, verb: str, path: str) -> None:
@@ -243,7 +246,14 @@ class FakeKube:
         present = self._objects[collection].get(name)
         if verb == "GET":
             return web.json_response(present) if present else status(404, "NotFound")
+        if verb == "PATCH" and name == "status":
+            collection, _, name = collection.rpartition("/")
+            present = self._objects[collection].get(name)
+            if present is None:
+                return status(404, "NotFound")
         body: Json = await request.json()
+        if verb == "PATCH":
+            body = _merged(present, body)
         if verb == "POST" and present is not None:
             return status(409, "AlreadyExists")
         if verb == "PUT" and (
@@ -253,6 +263,16 @@ class FakeKube:
             return status(409, "Conflict")
         self._store(collection, "MODIFIED", present, body)
         return web.json_response(self._objects[collection][name])
+
+
+def _merged(before: Any, patch: Any) -> Any:
+    """A JSON merge patch: null removes."""
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(before) if isinstance(before, dict) else {}
+    for key, value in patch.items():
+        merged.pop(key, None) if value is None else merged.update({key: _merged(merged.get(key), value)})
+    return merged
 
 
 def status(code: int, reason: str, **headers: str) -> web.Response:

@@ -9,12 +9,9 @@
 {{- if kindIs "invalid" $set }}{{ if gt (int .Values.replicas) 1 }}true{{ end }}{{ else if $set }}true{{ end -}}
 {{- end -}}
 
-{{- /* With an election only the leader is ready, so a budget counted in ready pods would forbid evicting it for ever. */ -}}
 {{- define "picker.disruptionBudget" -}}
 {{- $set := .Values.podDisruptionBudget.enabled -}}
-{{- if kindIs "invalid" $set -}}
-{{- if and (gt (int .Values.replicas) 1) (not (include "picker.leaderElection" .)) }}true{{ end -}}
-{{- else if $set }}true{{ end -}}
+{{- if kindIs "invalid" $set }}{{ if gt (int .Values.replicas) 1 }}true{{ end }}{{ else if $set }}true{{ end -}}
 {{- end -}}
 
 {{- define "picker.tlsMode" -}}

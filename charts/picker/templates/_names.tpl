@@ -14,6 +14,11 @@ app.kubernetes.io/name: {{ include "picker.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{- /* On the pod that serves: what the Service selects by. */ -}}
+{{- define "picker.leaderLabel" -}}
+picker.dev/leader: "true"
+{{- end -}}
+
 {{- define "picker.labels" -}}
 {{ include "picker.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

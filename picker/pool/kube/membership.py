@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from picker.pool.endpoint import EndpointSpec
 from picker.pool.kube.api import KubeApi
+from picker.pool.kube.leader_mark import LeaderMark
 from picker.pool.kube.pod_table import PodDefaults
 from picker.pool.kube.source import KubernetesSource
 from picker.pool.kube.watch import WatchSettings
@@ -20,10 +21,14 @@ from picker.pool.lease import LeaderElector, LeaseSettings
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Which pool, and how it is followed. `lease` None: no election. `namespace` None: the pod's own."""
+    """Which pool, and how it is followed. `lease` None: no election. `namespace` None: the pod's own.
+
+    `pod` is that of this picker, to be marked while it leads; None: nothing is marked.
+    """
 
     pool: str
     namespace: str | None = None
+    pod: str | None = None
     node_taints: bool = False
     defaults: PodDefaults = field(default_factory=PodDefaults)
     watch: WatchSettings = field(default_factory=WatchSettings)
@@ -60,33 +65,52 @@ class PoolMember:
             clock=clock,
         )
         self.elector: LeaderElector | None = None
+        self._mark: LeaderMark | None = None
+        self._on_leading = on_leading
         if membership.lease is not None:
+            if membership.pod is not None:
+                self._mark = LeaderMark(api, namespace, membership.pod)
             self.elector = LeaderElector(
                 api,
                 namespace,
                 f"picker-{membership.pool}",
                 # A pod is named by its host name; a restarted container is another candidate.
                 f"{socket.gethostname()}_{uuid4().hex[:8]}",
-                on_started_leading=lambda: on_leading(True),
-                on_stopped_leading=lambda: on_leading(False),
+                on_started_leading=lambda: self._leads(True),
+                on_stopped_leading=lambda: self._leads(False),
                 settings=membership.lease,
                 clock=clock,
             )
         self._candidacy: asyncio.Task[None] | None = None
+        self._marking: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         try:
+            if self._mark is not None:
+                # Before anything that makes it ready: a restarted container finds the mark of its predecessor.
+                await self._mark.write()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.source.run())
+                if self._mark is not None:
+                    self._marking = group.create_task(self._mark.run())
                 if self.elector is not None:
                     self._candidacy = group.create_task(self.elector.run())
         finally:
             await self._api.close()
 
     def resign(self) -> None:
-        """Give the lease back now, if this picker has it, and do not run for it again."""
-        if self._candidacy is not None:
-            self._candidacy.cancel()
+        """Give the lease back now, if this picker has it, and do not run for it again.
+
+        The mark stays: proxies that still send to a pod that ends have nobody else until another is marked.
+        """
+        for task in (self._marking, self._candidacy):
+            if task is not None:
+                task.cancel()
+
+    def _leads(self, leads: bool) -> None:
+        if self._mark is not None:
+            self._mark.set(leads)
+        self._on_leading(leads)
 
 
 def own_namespace() -> str:
