@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from picker.pool.endpoint import EngineReport
 from picker.simulation.mock_engine import MockEngineSettings
 from tests.e2e.stack import Stack, running_stack
 
@@ -29,7 +30,7 @@ CASES = [
 def policy(quanta: tuple[int, int], threshold: int) -> str:
     classes = "".join(
         f"  - {{name: {name}, quantum: {quantum}, prefill_busy_threshold: {threshold},"
-        f" policy_family: {name}, cache_bucket: any}}\n"
+        f" kv_usage_busy_threshold: 0.9, policy_family: {name}, cache_bucket: any}}\n"
         for name, quantum in zip(("premium", "regular"), quanta, strict=True)
     )
     return (
@@ -39,21 +40,34 @@ def policy(quanta: tuple[int, int], threshold: int) -> str:
     )
 
 
+def engine_says(stack: Stack, kv_usage: float) -> None:
+    """As a scrape would; nothing else scrapes here."""
+    [endpoint] = stack.app.pool
+    report = EngineReport(at=stack.app.clock(), running=0, waiting=0, kv_usage=kv_usage)
+    stack.app._take_report(endpoint.spec.uid, report)
+
+
 async def completions_in_order(stack: Stack, prompt_tokens: int) -> list[str]:
-    """Release 320 + 320 distinct prompts together, alternating; the classes in order of completion."""
-    gate, order = asyncio.Event(), []
+    """320 + 320 distinct prompts, alternating, before an engine that is full until all have arrived; the classes in
+    order of completion.
+    """
+    order = []
 
     async def one(number: int, name: str) -> None:
-        await gate.wait()
         answer = await stack.complete([number + 1] * prompt_tokens, headers={CLASS_HEADER: name})
         assert answer["status"] == 200, answer
         order.append(name)
 
+    [endpoint] = stack.app.pool
+    while endpoint.report is None:  # the first scrape, and the last
+        await asyncio.sleep(0.01)
+    engine_says(stack, 1.0)
     tasks = [
         asyncio.create_task(one(number, ("premium", "regular")[number % 2])) for number in range(2 * EACH)
     ]
-    await asyncio.sleep(0)
-    gate.set()
+    while len(stack.app.queue) < len(tasks):
+        await asyncio.sleep(0.01)
+    engine_says(stack, 0.0)
     await asyncio.gather(*tasks)
     return order
 
@@ -65,7 +79,9 @@ async def test_premium_gets_its_share(
     engine = MockEngineSettings(
         max_num_seqs=4, prefill_rate=prompt_tokens * 80.0, num_blocks=40_000, max_num_batched_tokens=8192
     )
-    async with running_stack(tmp_path, [engine], policy=policy(quanta, threshold)) as stack:
+    settings = {"pool": {"scrape_interval": 3600}, "queue": {"max_wait": None}}
+    yaml = policy(quanta, threshold)
+    async with running_stack(tmp_path, [engine], policy=yaml, settings=settings) as stack:
         order = await completions_in_order(stack, prompt_tokens)
         await stack.settled()
         first = order[:EACH]
