@@ -82,6 +82,10 @@ class Phase(Enum):
     CLOSED = auto()
 
 
+# What is held of a request in these is on its way back to the gateway.
+_RETURNING = (Phase.FORWARDED, Phase.LET_GO)
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """The request is complete: call `forward` or `refuse`."""
@@ -240,7 +244,7 @@ class Conversation:
     def next_reply(self) -> ProcessingResponse | None:
         """Take the next message to send, in order; None when nothing waits."""
         reply = self._outbox.take()
-        if self._held_bytes and self.phase is Phase.FORWARDED and not self._outbox.request_body_waits:
+        if self._held_bytes and self.phase in _RETURNING and not self._outbox.request_body_waits:
             self._drop_request()
         return reply
 
@@ -388,9 +392,9 @@ class Conversation:
                 self._outbox.put_request_body(self._body.whole(), ends=complete and not self._has_trailers)
             else:
                 self._outbox.put(messages.REQUEST_BODY_UNCHANGED)
+                self._drop_request()
         if self._has_trailers:
             self._outbox.put(messages.REQUEST_TRAILERS_UNCHANGED)
-        self._drop_request()
         self.phase = Phase.LET_GO
 
     def _return_body(self, body: HttpBody) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from envoy.config.core.v3.base_pb2 import HeaderValueOption
@@ -42,7 +41,6 @@ RESPONSE_BODY_UNCHANGED = ProcessingResponse(response_body=BodyResponse())
 RESPONSE_TRAILERS_UNCHANGED = ProcessingResponse(response_trailers=TrailersResponse())
 
 
-@lru_cache(maxsize=4096)
 def destination_on_headers(
     endpoint: str | None, set_headers: tuple[tuple[str, str], ...], remove_headers: tuple[str, ...]
 ) -> ProcessingResponse:

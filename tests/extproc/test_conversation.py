@@ -377,6 +377,16 @@ def test_all_bodies_together_have_a_limit() -> None:
     assert (budget.stats.peak_bytes, budget.stats.refusals) == (90, 1)
 
 
+def test_in_shadow_mode_too_the_budget_is_held_until_the_last_piece_is_taken() -> None:
+    driver = Driver(ConversationLimits(refuses=False))
+    driver.ask(*upload(b"x" * 100_000))
+    driver.conversation.refuse(Refused(429, "queue_full_requests", "full"))
+    assert driver.budget.stats.held_bytes == 100_000
+    while driver.conversation.next_reply() is not None:
+        pass
+    assert driver.budget.stats.held_bytes == 0
+
+
 def test_the_budget_is_held_until_the_last_piece_is_taken() -> None:
     driver = Driver()
     driver.ask(*upload(b"x" * 100_000))
