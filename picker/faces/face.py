@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 # The server must not limit the streams of a connection to have more of them: what a gateway opens before it has heard
 # of the limit would be refused. That is for the gateway's own configuration.
 _CONNECTION_SECONDS = 60
+# Seconds; what Envoy is asked for must be below its `max_message_timeout`, and the chart's is above this.
+_LONGEST_HOLD = 600.0
 
 
 class Face:
@@ -89,7 +91,7 @@ class Face:
             limits=ConversationLimits(
                 max_body_bytes=settings.requests.max_body_bytes,
                 max_header_bytes=settings.extproc.max_header_bytes,
-                buffered_hold=settings.queue.max_wait,
+                buffered_hold=settings.queue.max_wait or _LONGEST_HOLD,
                 refuses=not settings.extproc.shadow,
             ),
             budget=BodyBudget(max_bytes=settings.extproc.total_body_limit),

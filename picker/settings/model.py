@@ -279,7 +279,8 @@ class QueueSettings(Section):
 
     max_wait: PositiveFloat | None = Field(
         60.0,
-        description="Longest wait in seconds where a class sets no max_queue_wait; null: for ever.",
+        description="Longest wait in seconds where a class sets no max_queue_wait; null: for ever. A gateway that sends"
+        " bodies BUFFERED is asked to hold each request this long (null: 600), so there no class may wait longer.",
     )
     max_lanes: PositiveInt = Field(1024, description="Distinct sets of constraints that may wait at once.")
     max_tenants: PositiveInt = Field(4096, description="Tenants told apart in a class; the rest share.")
