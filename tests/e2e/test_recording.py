@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from picker.cli import app as commands
 from picker.simulation.mock_engine import MockEngineSettings
 from picker.simulation.workloads import read_recording
-from tests.e2e.stack import running_stack
+from tests.e2e.stack import Stack, running_stack
 
 pytestmark = pytest.mark.e2e
 
@@ -34,6 +34,11 @@ async def test_a_recording_is_replayed(tmp_path: Path) -> None:
     async with running_stack(
         recorded, engines, policy=POLICY, settings={"telemetry": {"record_file": recording}}
     ) as stack:
+        heard = tmp_path / "heard.jsonl"
+        live = asyncio.create_task(_record(stack, heard, requests=4))
+        async with asyncio.timeout(30):
+            while not stack.app.telemetry.recording.wanted:
+                await asyncio.sleep(0.01)
         for tail, name in enumerate(("premium", "standard", "premium")):
             headers = {"x-picker-policy-class": name, "x-picker-tenant": "alice@example.com"}
             answer = await stack.complete([*PREFIX, *[20 + tail] * 70], max_tokens=3, headers=headers)
@@ -41,6 +46,8 @@ async def test_a_recording_is_replayed(tmp_path: Path) -> None:
         refused = await stack.complete([9], headers={"x-picker-allowed-endpoints": "10.255.0.1:1"})
         assert refused["status"] == 503
         await stack.settled()
+        await live
+    assert _likeness(heard) == _likeness(recording), "picker record hears what the file gets"
     workload = read_recording(recording)
     assert "alice" not in recording.read_text()
     assert workload.block_size == 64
@@ -68,3 +75,28 @@ async def test_a_recording_is_replayed(tmp_path: Path) -> None:
         "standard": 2,
     }
     assert found["classes"]["premium"]["ttft_p99"] > 0
+
+
+async def _record(stack: Stack, out: Path, *, requests: int) -> None:
+    admin = f"http://127.0.0.1:{stack.addresses.admin}"
+    arguments = [
+        "record",
+        "--admin",
+        admin,
+        "--out",
+        str(out),
+        "--requests",
+        str(requests),
+        "--seconds",
+        "60",
+    ]
+    result = await asyncio.to_thread(CliRunner().invoke, commands, arguments)
+    assert result.exit_code == 0, result.output
+
+
+def _likeness(path: Path) -> list[tuple[int, int, int, str]]:
+    """What a recording keeps, without the hashes and the clock: those are its own."""
+    return [
+        (each.prompt_tokens, each.output_tokens, len(each.blocks), each.policy_class)
+        for each in read_recording(path).arrivals
+    ]
