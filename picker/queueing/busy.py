@@ -97,7 +97,10 @@ class BusyGates:
 
     def saturated(self, everybody: int) -> bool:
         """Is every endpoint busy for every class?"""
-        return all(not everybody & ~gate.busy for gate in self._gates.values())
+        busy = everybody
+        for gate in self._gates.values():
+            busy &= gate.busy
+        return busy == everybody
 
     def __iter__(self) -> Iterator[BusyGate]:
         return iter(self._gates.values())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from picker.policy.model import PolicyClass
 from picker.queueing.busy import BusyGate
 from picker.queueing.class_stats import ClassStats, DrainRate
-from picker.queueing.deadlines import Deadlines
 from picker.queueing.drr import DeficitRoundRobin, Flow, Turn
 from picker.queueing.lanes import Lane, Lanes
 from picker.queueing.work import Work
@@ -64,8 +64,10 @@ class ClassQueue:
     given_before: int = 0
     _tenants: dict[str, Flow[TenantQueue]] = field(default_factory=dict)
     _tenant_of: dict[Work, str] = field(default_factory=dict)
-    _arrivals: Deadlines = field(default_factory=Deadlines)
+    # (arrival, sequence, request), the earliest in front, among some that do not wait any more.
+    _arrivals: list[tuple[float, int, Work]] = field(default_factory=list)
     _ring: DeficitRoundRobin[TenantQueue] = field(default_factory=DeficitRoundRobin)
+    # Whose turn it is among the tenants, where they are told apart; and what the request that goes next costs.
     _turn: Turn[TenantQueue] | None = None
     _head: int | None = None
     # `_head` and `_turn` hold until requests come or go, or an endpoint of the gate turns busy or free.
@@ -118,14 +120,16 @@ class ClassQueue:
 
     def pop(self) -> tuple[Work, int]:
         """Take out what `head` spoke of, charge its tenant, and tell the mask of endpoints that may serve it."""
-        if self._turn is None:
+        if self._head is None:
             raise IndexError("no request of this class can go")
-        flow = self._turn.flow
+        if self._turn is None:
+            flow = self._tenants[""]
+        else:
+            flow = self._turn.flow
+            self._ring.charge(self._turn)
         lane = flow.queue.candidate
         if lane is None:
             raise IndexError("no request of this tenant can go")
-        if self.policy_class.fair_tenants:
-            self._ring.charge(self._turn)
         eligible = lane.eligible
         work = flow.queue.lanes.pop(lane)
         work.tenant_period = flow.period
@@ -183,7 +187,9 @@ class ClassQueue:
     @property
     def oldest_arrival(self) -> float:
         """When the request came that has waited longest; infinity when none waits."""
-        return self._arrivals.first()
+        while self._arrivals and self._arrivals[0][2] not in self._tenant_of:
+            heappop(self._arrivals)
+        return self._arrivals[0][0] if self._arrivals else inf
 
     def lane_stats(self) -> tuple[int, int]:
         """(lane heads examined, requests sent to an overflow lane) by the tenants that are known now."""
@@ -205,8 +211,12 @@ class ClassQueue:
             for flow in self._tenants.values():
                 flow.queue.lanes.wake(freed)
         self._stale = False
-        self._turn = self._ring.choose()
-        self._head = self._turn.cost if self._turn else None
+        if self.policy_class.fair_tenants:
+            self._turn = self._ring.choose()
+            self._head = self._turn.cost if self._turn else None
+        else:
+            only = self._tenants.get("")
+            self._head = only.queue.head() if only else None
 
     def _tenant_for(self, work: Work) -> str:
         if not self.policy_class.fair_tenants:
@@ -222,7 +232,7 @@ class ClassQueue:
             flow = self._tenants[tenant] = Flow(queue, self.policy_class.quantum)
             self._ring.join(flow)
         self.stats.count(work, 1)
-        self._arrivals.set(work, work.arrival)
+        heappush(self._arrivals, (work.arrival, work.sequence, work))
         self._stale = True
         return flow.queue
 
@@ -233,5 +243,7 @@ class ClassQueue:
             del self._tenants[tenant]
             self._ring.leave(flow)
         self.stats.count(work, -1)
-        self._arrivals.discard(work)
         self._stale = True
+        if len(self._arrivals) > 2 * len(self._tenant_of) + 64:
+            self._arrivals = [(each.arrival, each.sequence, each) for each in self._tenant_of]
+            heapify(self._arrivals)

@@ -99,4 +99,5 @@ class DrainRate:
         return self._decayed(now) / (self.horizon * -expm1(-known / self.horizon))
 
     def _decayed(self, now: float) -> float:
-        return self._total * exp(-max(0.0, now - self._at) / self.horizon)
+        age = now - self._at
+        return self._total * exp(-age / self.horizon) if age > 0 else self._total

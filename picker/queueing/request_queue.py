@@ -175,6 +175,9 @@ class RankedQueue(RequestQueue):
     def __contains__(self, work: object) -> bool:
         return work in self._entries
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def __len__(self) -> int:
         return len(self._entries)
 

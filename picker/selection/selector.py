@@ -73,7 +73,8 @@ class Eligibility:
     refused: Mapping[int, Ineligible]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as that would treble the time that it takes to make one.
+@dataclass(slots=True, eq=False)
 class Decision:
     """The chosen candidate, and the others as they were found. Nobody pays for their order who does not ask.
 

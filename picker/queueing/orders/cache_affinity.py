@@ -152,6 +152,9 @@ class CacheAffinityQueue(RequestQueue, policy="cache_affinity"):
     def __contains__(self, work: object) -> bool:
         return work in self._window or work in self._rest
 
+    def __bool__(self) -> bool:
+        return bool(self._window)
+
     def __len__(self) -> int:
         return len(self._window) + len(self._rest)
 
