@@ -9,7 +9,6 @@ import aiohttp
 import msgspec
 
 _MAX_ANSWER = 1 << 20
-_ANY_HOST = frozenset({"", "*", "0.0.0.0", "::", "[::]"})
 
 
 class DiscoveryError(Exception):
@@ -27,7 +26,7 @@ class EventAddresses:
 async def discover_sources(
     session: aiohttp.ClientSession, base_url: str, *, timeout: float = 2.0
 ) -> dict[int, EventAddresses]:
-    """Rank -> addresses, as seen from here: a wildcard host becomes the host of `base_url`.
+    """Rank -> addresses, at the host of `base_url`.
 
     Raises DiscoveryError where the engine cannot be asked or has no such route.
     """
@@ -71,11 +70,11 @@ class _Source(msgspec.Struct):
 
 
 def _reachable(address: str, host: str) -> str:
-    """The address with the engine's host in place of a wildcard. Raises ValueError for one that is not TCP."""
+    """The port, at the engine's own host: no engine makes Picker connect to another. Raises ValueError for an address
+    that is not TCP.
+    """
     scheme, separator, rest = address.partition("://")
-    name, colon, port = rest.rpartition(":")
+    _, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not separator or not colon or not port.isdigit():
         raise ValueError(f"{address!r} is not a TCP address with a port")
-    if name not in _ANY_HOST:
-        return address
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -128,6 +128,8 @@ class EngineBlocks:
     def clear(self) -> None:
         """The engine's cache is empty, or what we know of it is not to be trusted."""
         self.stats.clears += 1
+        # A restarted engine may have blocks of another size.
+        self.block_size = None
         self._forget()
         self._index.clear(self.slot)
 

@@ -295,6 +295,15 @@ def test_the_block_size_is_the_engines_own() -> None:
     assert fleet.cached(prompt, size=16) == {}
 
 
+def test_an_engine_that_comes_back_with_smaller_blocks_is_followed() -> None:
+    fleet, prompt = Fleet(), tokens(4)
+    fleet.apply(0, stored(prompt, size=32))
+    fleet.engines[0].clear()
+    fleet.apply(0, stored(prompt, size=16))
+    assert fleet.engines[0].block_size == 16
+    assert fleet.cached(prompt, size=16) == {0: 4}
+
+
 def test_a_block_shorter_than_the_engines_is_a_tail_and_not_indexed() -> None:
     sizes: list[int] = []
     fleet, prompt = Fleet(on_block_size=sizes.append), tokens(2)
