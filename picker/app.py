@@ -34,6 +34,7 @@ from picker.kvcache.sources import KvEvents
 from picker.kvcache.sweeper import Sweeper
 from picker.policy import Policy, PolicyError
 from picker.policy.reload import PolicyFile, diff_policies
+from picker.policy.rewrites import ModelRewrites
 from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint, EndpointSpec, EngineKind, EngineReport
 from picker.pool.ledger import Ledger
@@ -180,6 +181,8 @@ class App:
         self.faces: Face | Crew = (Face if settings.extproc.workers == 1 else Crew)(
             settings, self.deciding, self.pool, self.health, self.exchanges.logged, self.clock
         )
+        self._cluster_rewrites = ModelRewrites()
+        self._tell_rewrites()
         self._fill_sources()
 
     async def start(self) -> Addresses:
@@ -280,6 +283,7 @@ class App:
             _membership(settings),
             on_specs=self._take_specs,
             on_priorities=self._take_priorities,
+            on_rewrites=self._take_rewrites,
             on_leading=lambda leads: self.health.update(leader=leads),
             clock=self.clock,
         )
@@ -289,6 +293,14 @@ class App:
         if member.elector is not None:
             sources["lease"] = member.elector.stats
         await member.run()
+
+    def _take_rewrites(self, rewrites: ModelRewrites) -> None:
+        self._cluster_rewrites = rewrites
+        self._tell_rewrites()
+
+    def _tell_rewrites(self) -> None:
+        """The policy's rules go before those of the cluster's InferenceModelRewrites."""
+        self.faces.take_rewrites(self.queue.policy.rewrites.then(self._cluster_rewrites))
 
     def _take_priorities(self, priorities: Mapping[str, int]) -> None:
         self.deciding.objectives = priorities
@@ -413,6 +425,7 @@ class App:
             if policy is not None:
                 log.info("new policy: %s", diff_policies(self.queue.policy, policy))
                 self.dispatcher.deliver(self.queue.reload(policy, self.clock()))
+                self._tell_rewrites()
 
     async def _housekeeping(self) -> None:
         while True:

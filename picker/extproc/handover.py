@@ -23,7 +23,8 @@ class Prepared:
 
     received_at: when its headers came, on the clock of both sides. observes_response: its response passes through
     Picker. gateway_id: the id that the gateway gave it at ingress. new_session: its session's id was made for it, and
-    the client is to be told. stages: what reading it took.
+    the client is to be told. renamed: where its body names another model than `model`, with which it goes on. stages:
+    what reading it took.
     """
 
     route: Route
@@ -35,6 +36,7 @@ class Prepared:
     max_tokens: int | None = None
     gateway_id: str | None = None
     new_session: bool = False
+    renamed: tuple[tuple[int, int], ...] = ()
     stages: Stages = ()
 
 

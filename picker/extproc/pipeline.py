@@ -12,6 +12,7 @@ from picker.extproc.handler import Arrival, Exchange, Refused, Routed
 from picker.extproc.handover import Answer, Decider, Placed, Prepared, never_taken
 from picker.extproc.preparation import Preparation
 from picker.extproc.usage import UsageReader
+from picker.requests import with_model
 
 if TYPE_CHECKING:
     from picker.telemetry.tracing import RequestTrace, Tracing
@@ -61,6 +62,7 @@ class Pipeline:
             set_headers=answer.set_headers,
             # In shadow mode the request goes on as it came.
             remove_headers=prepared.hints.consumed_headers if answer.endpoint is not None else (),
+            body=_body(arrival, prepared) if answer.endpoint is not None else None,
             response_headers=self._cookie(arrival, prepared) if answer.endpoint is not None else (),
         )
 
@@ -96,3 +98,10 @@ class Pipeline:
             return Unfollowed()
         reads = self.reads_usage and prepared.observes_response
         return Followed(placed.progress, self.clock, UsageReader() if reads else None)
+
+
+def _body(arrival: Arrival, prepared: Prepared) -> bytes | None:
+    """The body under the model that it goes on with; None: as it came."""
+    if not prepared.renamed or prepared.model is None:
+        return None
+    return with_model(arrival.body, prepared.model, prepared.renamed)

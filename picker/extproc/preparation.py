@@ -19,12 +19,15 @@ from picker.requests import (
     HintTrust,
     InferenceRequest,
     OverLimit,
+    Rewriting,
     Route,
     SessionSource,
     parse_hints,
     parse_request,
+    places_of_model,
     subset_hint,
 )
+from picker.requests.rewriting import Places
 from picker.selection.constraints import Constraints
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Demand
@@ -43,7 +46,7 @@ _TOKEN_BYTES = 4
 class Preparation:
     """Reads requests: hints, body, tokens, and the keys of its blocks in every size that the pool has.
 
-    sessions: how a request says its session; None: nobody asks.
+    sessions: how a request says its session; None: nobody asks. rewriting: who goes on under another model's name.
     """
 
     tokenizers: Tokenizers
@@ -51,6 +54,7 @@ class Preparation:
     body_limits: BodyLimits = field(default_factory=BodyLimits)
     trust: HintTrust = field(default_factory=HintTrust)
     sessions: SessionSource | None = None
+    rewriting: Rewriting = field(default_factory=Rewriting)
     _unpacking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
     _large: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -58,7 +62,7 @@ class Preparation:
         stage = StageClock()
         try:
             hints = parse_hints(arrival.headers, arrival.metadata, self.trust)
-            request = await self._read(arrival)
+            request, renamed = await self._rewrite(arrival, await self._read(arrival))
         except BadRequest as error:
             return _refuse(error)
         stage.done("parse")
@@ -79,6 +83,7 @@ class Preparation:
             max_tokens=request.max_tokens,
             gateway_id=_gateway_id(arrival),
             new_session=new_session,
+            renamed=renamed,
             stages=stage.taken,
         )
 
@@ -117,6 +122,16 @@ class Preparation:
             return await self._in_turn(len(arrival.body), read)
         async with self._unpacking:
             return await asyncio.to_thread(read)
+
+    async def _rewrite(self, arrival: Arrival, request: InferenceRequest) -> tuple[InferenceRequest, Places]:
+        """The request as it goes on, and where its body still says otherwise. Raises BadRequest."""
+        rewritten = self.rewriting.apply(request)
+        if rewritten.model == request.model:
+            return request, ()
+        codings = (value for name, value in arrival.headers if name == "content-encoding")
+        is_coded = any(value.strip().lower() not in ("", "identity") for value in codings)
+        places = partial(places_of_model, arrival.body, is_coded)
+        return rewritten, await self._in_turn(len(arrival.body), places)
 
     async def _in_turn(self, size: int, work: Callable[[], T]) -> T:
         """Do work on so many bytes of a body. Of large ones only one in a turn of the event loop: each takes a

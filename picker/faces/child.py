@@ -27,11 +27,13 @@ from picker.faces.messages import (
     Pool,
     Ready,
     Refusal,
+    Rewrites,
     Stop,
     Welcome,
 )
 from picker.faces.protocol import face_end
 from picker.faces.tally import ProcessStats, counts_of
+from picker.policy.rewrites import ModelRewrites
 from picker.settings import Settings, SettingsError
 from picker.telemetry import configure_logging
 
@@ -62,6 +64,8 @@ class Child:
         self._asking = Asking(self.channel.send)
         self._pool = KnownPool()
         self._health = HealthState()
+        self._rewrites = ModelRewrites()
+        self._face: Face | None = None
         self._welcome: asyncio.Future[Settings] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
 
@@ -81,6 +85,8 @@ class Child:
             time.monotonic,
             shares_port=True,
         )
+        self._face = face
+        face.take_rewrites(self._rewrites)
         await face.serve()
         self.channel.send(Listening())
         gc.collect()
@@ -103,6 +109,10 @@ class Child:
                 self._asking.take(message)
             case Pool(block_sizes, adapters):
                 self._pool.sizes, self._pool.names = block_sizes, adapters
+            case Rewrites(rules):
+                self._rewrites = rules
+                if self._face is not None:
+                    self._face.take_rewrites(rules)
             case Ready(ready):
                 self._health.update(synced=ready)
             case Welcome(settings):

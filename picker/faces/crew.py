@@ -13,9 +13,10 @@ from typing import Any
 from picker.extproc.handover import Decider
 from picker.extproc.health import HealthState
 from picker.faces import messages
-from picker.faces.messages import FromCore, Ready, Welcome
+from picker.faces.messages import FromCore, Ready, Rewrites, Welcome
 from picker.faces.seat import Seat, Surroundings
 from picker.faces.tally import ROOMS, Tally
+from picker.policy.rewrites import ModelRewrites
 from picker.pool.pool import Pool
 from picker.settings import Settings
 
@@ -58,20 +59,25 @@ class Crew:
         self.seats: list[Seat] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._reserved: socket.socket | None = None
+        self._rewrites = ModelRewrites()
         self._told = self._news()
         pool.subscribe(lambda change: self._tell_news())
 
     @property
     def stats(self) -> CrewStats:
-        return CrewStats(
-            sum(seat.serving for seat in self.seats), sum(seat.restarts for seat in self.seats)
-        )
+        return CrewStats(sum(seat.serving for seat in self.seats), sum(seat.restarts for seat in self.seats))
 
     @property
     def open_streams(self) -> int:
         """Streams that faces had open when they last said so, and requests of theirs that the core has now."""
         streams: int = self.tally.room("extproc").active_streams
         return streams + sum(seat.requests for seat in self.seats)
+
+    @property
+    def log_streams(self) -> int:
+        """Streams of the gateway's access log that faces had when they last said so."""
+        streams: int = self.tally.room("access_log").active_streams
+        return streams
 
     def sources(self) -> dict[str, Any]:
         """What all faces have counted, by room, and the state of the faces themselves."""
@@ -113,15 +119,20 @@ class Crew:
     def _greetings(self) -> tuple[FromCore, ...]:
         return self._welcome, *self._told
 
-    def _news(self) -> tuple[FromCore, FromCore]:
+    def take_rewrites(self, rules: ModelRewrites) -> None:
+        """From now on requests go on under other models' names by these rules."""
+        self._rewrites = rules
+        self._tell_news()
+
+    def _news(self) -> tuple[FromCore, ...]:
         shape = messages.Pool(tuple(sorted(self._pool.block_sizes())), frozenset(self._pool.adapters()))
-        return shape, Ready(self._health.ready)
+        return shape, Rewrites(self._rewrites), Ready(self._health.ready)
 
     def _changed(self) -> None:
         self._health.update(serving=any(seat.serving for seat in self.seats))
 
     def _tell_news(self) -> None:
-        """Tell the faces of the pool and of our readiness, as far as that has changed."""
+        """Tell the faces of the pool, of the rewrites and of our readiness, as far as that has changed."""
         news = self._news()
         for message, told in zip(news, self._told, strict=True):
             if message != told:

@@ -20,6 +20,7 @@ from picker.extproc.pipeline import Pipeline
 from picker.extproc.preparation import Preparation
 from picker.extproc.server import ExtProcServer
 from picker.extproc.tls import file_credentials, fixed_credentials, self_signed
+from picker.policy.rewrites import ModelRewrites
 from picker.requests import SessionSource
 from picker.settings import Settings, SettingsError
 from picker.settings.model import SessionSettings, TelemetrySettings, TlsSettings
@@ -104,9 +105,18 @@ class Face:
             client_names=names,
         )
 
+    def take_rewrites(self, rules: ModelRewrites) -> None:
+        """From now on requests go on under other models' names by these rules."""
+        self.pipeline.preparation.rewriting.rules = rules
+
     @property
     def open_streams(self) -> int:
         return self.extproc.stats.active_streams
+
+    @property
+    def log_streams(self) -> int:
+        """Streams of the gateway's access log."""
+        return self.access_log.stats.active_streams
 
     def sources(self) -> dict[str, Any]:
         """The counters of the rooms in here."""
@@ -115,6 +125,7 @@ class Face:
             "bodies": self.extproc.budget.stats,
             "access_log": self.access_log.stats,
             "tokens": lambda: self.tokenizers.stats,
+            "rewriting": self.pipeline.preparation.rewriting.stats,
         }
 
     async def serve(self) -> int:

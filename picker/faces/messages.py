@@ -11,6 +11,7 @@ from msgspec import Struct
 from picker.extproc.handler import Refused
 from picker.extproc.handover import Placed, Prepared
 from picker.extproc.usage import Usage
+from picker.policy.rewrites import ModelRewrites
 
 Counts = dict[str, dict[str, float | dict[str, float]]]
 """Room -> field -> number, or label's value -> number."""
@@ -91,6 +92,12 @@ class Pool(Struct, tag="pool", array_like=True, frozen=True):
     adapters: frozenset[str]
 
 
+class Rewrites(Struct, tag="rewrites", array_like=True, frozen=True):
+    """Which requests go on under another model's name."""
+
+    rules: ModelRewrites
+
+
 class Ready(Struct, tag="ready", array_like=True, frozen=True):
     """What the health service is to say."""
 
@@ -120,4 +127,4 @@ class Stop(Struct, tag="stop", array_like=True, frozen=True):
     """End what is open, and then yourself."""
 
 
-FromCore = Welcome | Pool | Ready | Answer | Refusal | Failed | Stop
+FromCore = Welcome | Pool | Rewrites | Ready | Answer | Refusal | Failed | Stop

@@ -10,7 +10,7 @@ from picker.faces.messages import Counts
 from picker.telemetry.catalogue import ROOM_METRICS, Kind
 
 # The rooms that live in a face.
-ROOMS = ("extproc", "bodies", "access_log", "tokens", "face")
+ROOMS = ("extproc", "bodies", "access_log", "tokens", "rewriting", "face")
 
 
 class ProcessStats:

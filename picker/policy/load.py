@@ -23,6 +23,7 @@ from picker.policy.model import (
     Profile,
     default_root,
 )
+from picker.policy.rewrites import ModelRewrites, RewriteRule, RewriteTarget
 from picker.policy.rules import check_profile
 from picker.policy.schema import (
     IGNORED_SECTIONS,
@@ -56,7 +57,8 @@ def load_policy(
     for name, entry in (settings.models or {}).items():
         check_profile(document, ("models", name), entry, max_classes)
         models[name] = _profile(document, name, entry)
-    return Policy(root, MappingProxyType(models), source, _warnings(document))
+    rewrites = ModelRewrites.of(settings.model_rewrites or ())
+    return Policy(root, MappingProxyType(models), source, rewrites, _warnings(document))
 
 
 def _root(document: Document, settings: PolicySettings, max_classes: int) -> Profile:
@@ -114,11 +116,20 @@ def _validate(document: Document) -> PolicySettings:
 
 
 def _first_error(document: Document, errors: list[ErrorDetails]) -> PolicyError:
-    """The error that stands first in the file. A key is only called missing when no other is misspelt."""
+    """The error that stands first in the file. A key is only called missing when no other is misspelt, and a list is
+    only called empty when it is: the items that are wrong do not count for its length.
+    """
     found = [
-        (error["type"] == "missing", document.error(_key_path(error), _problem(error))) for error in errors
+        (error["type"] == "missing", document.error(_key_path(error), _problem(error)))
+        for error in errors
+        if error["type"] != "too_short" or not any(_inside(other, error) for other in errors)
     ]
     return min(found, key=lambda each: (each[0], each[1].line or 0))[1]
+
+
+def _inside(error: ErrorDetails, group: ErrorDetails) -> bool:
+    depth = len(group["loc"])
+    return len(error["loc"]) > depth and error["loc"][:depth] == group["loc"]
 
 
 def _key_path(error: ErrorDetails) -> KeyPath:
@@ -164,8 +175,10 @@ def _problem(error: ErrorDetails) -> str:
 _GROUPS: dict[str, frozenset[str]] = {
     "affinity": frozenset(key.name for key in fields(AffinitySettings)),
     "disaggregation": frozenset(key.name for key in fields(DisaggregationSettings)),
+    "model_rewrites": frozenset(key.name for key in fields(RewriteRule)),
     "policy_classes": frozenset(key.name for key in fields(ClassSettings)),
     "selection": frozenset(key.name for key in fields(CostWeights)),
+    "targets": frozenset(key.name for key in fields(RewriteTarget)),
     "uncached_isl_buckets": frozenset(BucketSettings.model_fields),
 }
 

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, PlainValidator, StringConstraints, WithJ
 from pydantic.dataclasses import dataclass as validated
 
 from picker.policy.constraints import LabelSelector, Toleration
+from picker.policy.rewrites import ModelRewrites
 
 # As large as a count in Dynamo's files can be; sums and products of them do not overflow in Python.
 MAX_COUNT = 2**64 - 1
@@ -271,7 +272,12 @@ class ClassSettings:
     output_charge: Weight | None = Field(
         default=None,
         description="Charge output tokens too, each as this many uncached prompt tokens: an estimate at"
-        " dispatch, settled at completion. Needs observed responses.",
+        " dispatch, settled at completion. Needs observed responses that tell their usage; a stream does so where"
+        " its request asks for it, else its estimate stands.",
+    )
+    output_estimate: PositiveCount = Field(
+        default=4096,
+        description="Only with `output_charge`: the estimate is the request's limit of output tokens, but at most this.",
     )
     tolerations: tuple[TolerationText, ...] = Field(
         default=(), description="Taints that the class's requests tolerate: `key[=value][:effect]`, or `*`."
@@ -406,6 +412,7 @@ class Policy:
     root: Profile
     models: Mapping[str, Profile] = field(default_factory=lambda: MappingProxyType({}))
     source: str = "policy"
+    rewrites: ModelRewrites = field(default_factory=ModelRewrites)
     warnings: tuple[str, ...] = ()
 
     @classmethod

@@ -26,6 +26,8 @@ _SECTIONS = (
     ("`selection`", "CostWeights"),
     ("`disaggregation`", "DisaggregationSettings"),
     ("An entry of `models`", "ProfileSettings"),
+    ("An entry of `model_rewrites`", "RewriteRule"),
+    ("An entry of its `targets`", "RewriteTarget"),
 )
 _NAMES = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
 

@@ -112,8 +112,13 @@ def diff_policies(old: Policy, new: Policy) -> PolicyDiff:
     return PolicyDiff(
         added=tuple(label for label in after if label not in before),
         removed=tuple(label for label in before if label not in after),
-        changed=(*_profiles_changes(old, new), *changed),
+        changed=(*_profiles_changes(old, new), *changed, *_rewrite_changes(old, new)),
     )
+
+
+def _rewrite_changes(old: Policy, new: Policy) -> Iterator[str]:
+    if old.rewrites != new.rewrites:
+        yield "model_rewrites changed"
 
 
 def _profiles_changes(old: Policy, new: Policy) -> Iterator[str]:
@@ -130,6 +135,8 @@ def _profile_changes(old: Profile, new: Profile) -> Iterator[str]:
         yield _change("default_policy_family", old.default_family, new.default_family)
     if old.buckets != new.buckets:
         yield _change("uncached_isl_buckets", _buckets(old), _buckets(new))
+    if old.disaggregation != new.disaggregation:
+        yield "disaggregation changed"
 
 
 def _buckets(profile: Profile) -> str:

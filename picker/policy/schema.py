@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from picker.policy.model import ClassSettings, CostWeights, Count, DisaggregationSettings, Identifier
+from picker.policy.rewrites import RewriteRule
 
 ModelName = Annotated[str, StringConstraints(strict=True, min_length=1)]
 
@@ -54,6 +55,11 @@ class PolicySettings(ProfileSettings):
     models: dict[ModelName, ProfileSettings] | None = Field(
         default=None,
         description="Profiles by exact model name. A profile replaces the root whole; nothing is inherited.",
+    )
+    model_rewrites: tuple[RewriteRule, ...] | None = Field(
+        default=None,
+        description="Which models serve requests that name another, and splits between models by weight. It is the"
+        " new name that finds the profile, the tokenizer and the adapter.",
     )
     router: Any = Field(default=None, description="Dynamo's router settings: accepted and ignored.")
     worker_selection: Any = Field(

@@ -10,7 +10,7 @@ from picker.requests.routes import Route
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """What was read from one request. The body itself is never changed, so nothing here writes one.
+    """What was read from one request. The body itself is never changed, but for the name of its model.
 
     `prompt` is None on `Route.OTHER`, and where only the engine knows the text (prompt embeddings, a stored
     conversation). `priority` is the body's field, whose sign differs per engine. `size_bytes` is the size of

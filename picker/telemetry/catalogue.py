@@ -392,6 +392,13 @@ ROOM_METRICS = (
         "predicted_index", "expired", "picker_predicted_expired_blocks_total", "Predictions that ran out."
     ),
     _of_room(
+        "rewriting",
+        "requests",
+        "picker_model_rewrites_total",
+        "Requests that a rewrite rule applied to, by the model that they went on with.",
+        "model",
+    ),
+    _of_room(
         "disaggregation",
         "requests",
         "picker_disaggregated_requests_total",

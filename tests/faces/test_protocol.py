@@ -20,9 +20,11 @@ from picker.faces.messages import (
     Logged,
     Pool,
     Refusal,
+    Rewrites,
 )
 from picker.faces.protocol import MAX_FRAME_BYTES, ProtocolError, core_end, face_end
 from picker.policy.constraints import Toleration
+from picker.policy.rewrites import ModelRewrites, Split
 from picker.requests import Hints, Route
 from picker.selection.constraints import Constraints
 from picker.selection.prompt_keys import PromptKeys
@@ -44,12 +46,14 @@ def prepared(prompts: tuple[range, ...] = (range(100), range(7))) -> Prepared:
     return Prepared(
         route=Route.CHAT,
         hints=Hints(policy_class="premium", priority=2.5, tolerations=(Toleration("a"),), explain=True),
-        demand=Demand(107, keys, constraints, (("zone", -1.5),)),
+        demand=Demand(107, keys, constraints, (("zone", -1.5),), session=("acme", "s-1")),
         received_at=12.5,
         observes_response=True,
         model="m",
         max_tokens=9,
         gateway_id="g",
+        new_session=True,
+        renamed=((9, 12),),
         stages=(("parse", 0.25),),
     )
 
@@ -69,6 +73,7 @@ def test_a_request_arrives_as_it_was_read() -> None:
     got = message.prepared
     assert message.serial == 7
     assert (got.hints, got.route, got.stages) == (sent.hints, sent.route, sent.stages)
+    assert (got.new_session, got.renamed, got.demand.session) == (True, ((9, 12),), ("acme", "s-1"))
     assert got.demand.constraints == sent.demand.constraints
     # Constraints are keys of dicts: whatever a process salts its hashes with, ours are made here.
     assert hash(got.demand.constraints) == hash(sent.demand.constraints)
@@ -101,6 +106,8 @@ def test_answers_arrive_as_they_were_given() -> None:
         Answer(2, Placed(None), False),
         Refusal(3, Refused(429, "queue_full_requests", "full", retry_after=2.5, facts=facts)),
         Pool((16, 32), frozenset({"lora"})),
+        Rewrites(ModelRewrites({"chat": Split(("a", "b"), (9, 10))}, Split(("c",), (1,)))),
+        Rewrites(ModelRewrites()),
     ]
     assert to_face(*messages) == messages
 

@@ -136,6 +136,10 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         {"disaggregation": {"prefil_roles": ["p"]}},
         'unknown key "prefil_roles"; did you mean "prefill_roles"?',
     ),
+    "a role that is a number": (
+        {"disaggregation": {"decode_roles": [5]}},
+        "must be text; put a number or a word like true in quotes",
+    ),
     "no role": ({"disaggregation": {"decode_roles": []}}, "must not be empty"),
     "nothing uncached": (
         {"disaggregation": {"min_uncached_tokens": 0}},

@@ -26,6 +26,9 @@ Json = dict[str, Any]
 Fault = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+REWRITES = f"/apis/llm-d.ai/v1alpha2/namespaces/{NAMESPACE}/inferencemodelrewrites"
+
+
 def objectives(group: str) -> str:
     return f"/apis/{group}/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives"
 

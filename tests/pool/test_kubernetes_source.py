@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from picker.policy.rewrites import ModelRewrites, Split
 from picker.pool.endpoint import EndpointSpec
 from picker.pool.kube.api import KubeApi
 from picker.pool.kube.pod_table import KubeObject
@@ -17,8 +18,10 @@ from tests.pool.fake_kube import (
     NODES,
     PODS,
     POOLS,
+    REWRITES,
     FakeKube,
     Fault,
+    Json,
     connect,
     drop,
     hold,
@@ -40,6 +43,7 @@ class Follower:
     def __init__(self, api: KubeApi, settings: WatchSettings, watch_nodes: bool) -> None:
         self.specs: list[EndpointSpec] | None = None
         self.priorities: Mapping[str, int] | None = None
+        self.rewrites = ModelRewrites()
         self.said = 0
         self.heard: Callable[[], None] = lambda: None
         self.source = KubernetesSource(
@@ -48,6 +52,7 @@ class Follower:
             "pool",
             self._take,
             on_priorities=self._take_priorities,
+            on_rewrites=self._take_rewrites,
             watch_nodes=watch_nodes,
             settings=settings,
         )
@@ -60,6 +65,9 @@ class Follower:
 
     def _take_priorities(self, priorities: Mapping[str, int]) -> None:
         self.priorities = priorities
+
+    def _take_rewrites(self, rewrites: ModelRewrites) -> None:
+        self.rewrites = rewrites
 
     @property
     def watches(self) -> WatchStats:
@@ -516,6 +524,59 @@ async def test_objectives_of_both_groups_give_priorities(cluster: FakeKube, foll
     cluster.put(new, objective("plain", None))
     cluster.delete(new, objective("high", 10))
     await until(lambda: follower.priorities == {"high": 1, "low": -5, "plain": 0})
+
+
+def rewrite(
+    name: str, rules: list[object], *, created: str = "2026-01-01T00:00:00Z", of: str = "pool"
+) -> Json:
+    metadata = {"name": name, "creationTimestamp": created}
+    return {"metadata": metadata, "spec": {"poolRef": {"name": of}, "rules": rules}}
+
+
+def exact(*models: str) -> list[dict[str, object]]:
+    return [{"model": {"type": "Exact", "value": model}} for model in models]
+
+
+async def test_model_rewrites_of_the_pool_are_rules_and_the_older_goes_first(
+    cluster: FakeKube, follow: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    split = [{"modelRewrite": "v1", "weight": 9}, {"modelRewrite": "v2", "weight": 1}]
+    cluster.put(REWRITES, rewrite("b-older", [{"matches": exact("chat", "code"), "targets": split}]))
+    cluster.put(
+        REWRITES,
+        rewrite(
+            "a-newer",
+            [
+                {"matches": exact("chat", "new"), "targets": [{"modelRewrite": "late"}]},
+                {"targets": [{"modelRewrite": "any"}]},
+            ],
+            created="2026-02-01T00:00:00Z",
+        ),
+    )
+    cluster.put(REWRITES, rewrite("foreign", [{"targets": [{"modelRewrite": "x"}]}], of="another"))
+    cluster.put(REWRITES, rewrite("half-weighted", [{"targets": [split[0], {"modelRewrite": "x"}]}]))
+    cluster.put(
+        REWRITES, rewrite("a-kind-to-come", [{"matches": [{"model": {"type": "Glob"}}], "targets": split}])
+    )
+    cluster.put(REWRITES, {"metadata": {"name": "empty"}})
+    follower = await follow()
+    expected = ModelRewrites(
+        {
+            "chat": Split(("v1", "v2"), (9, 10)),
+            "code": Split(("v1", "v2"), (9, 10)),
+            "new": Split(("late",), (1,)),
+        },
+        Split(("any",), (1,)),
+    )
+    await until(lambda: follower.rewrites == expected)
+    for name in ("half-weighted", "a-kind-to-come", "empty"):
+        assert f"InferenceModelRewrite {name} is left out" in caplog.text
+    await until(lambda: cluster.watchers(REWRITES) == 1)
+    cluster.delete(REWRITES, rewrite("b-older", []))
+    cluster.put(
+        REWRITES, rewrite("a-newer", [{"matches": exact("chat"), "targets": [{"modelRewrite": "late"}]}])
+    )
+    await until(lambda: follower.rewrites == ModelRewrites({"chat": Split(("late",), (1,))}))
 
 
 async def test_kinds_that_are_absent_or_forbidden_are_done_without(cluster: FakeKube, follow: Start) -> None:

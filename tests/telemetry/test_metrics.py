@@ -31,6 +31,7 @@ from picker.pool.pool import PoolStats
 from picker.pool.scraper import ScraperStats
 from picker.pool.static_file import PoolFileStats
 from picker.queueing.fairness import Gap
+from picker.requests import RewriteStats
 from picker.selection.disaggregation import DisaggregationStats
 from picker.selection.sessions import SessionStats
 from picker.telemetry import ClassStats, EndpointStats, Telemetry
@@ -66,6 +67,7 @@ ROOMS = {
     "fairness_worst": Gap,
     "recording": RecordingStats,
     "sessions": SessionStats,
+    "rewriting": RewriteStats,
     "disaggregation": DisaggregationStats,
     "log": LogStats,
     "faces": CrewStats,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+from picker.policy.rewrites import ModelRewrites
 from picker.pool.endpoint import EndpointSpec
 from picker.pool.kube.api import KubeApi
 from picker.pool.kube.leader_mark import LeaderMark
@@ -48,6 +49,7 @@ class PoolMember:
         *,
         on_specs: Callable[[list[EndpointSpec]], object],
         on_priorities: Callable[[Mapping[str, int]], object],
+        on_rewrites: Callable[[ModelRewrites], object],
         on_leading: Callable[[bool], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -59,6 +61,7 @@ class PoolMember:
             membership.pool,
             on_specs,
             on_priorities=on_priorities,
+            on_rewrites=on_rewrites,
             watch_nodes=membership.node_taints,
             defaults=membership.defaults,
             settings=membership.watch,

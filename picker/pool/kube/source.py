@@ -1,4 +1,4 @@
-"""Runs the watches that make a pool: the InferencePool, its pods, their nodes, and the objectives."""
+"""Runs the watches that make a pool: the InferencePool, its pods, their nodes, the objectives, and the rewrites."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from picker.policy.rewrites import ModelRewrites
 from picker.pool.endpoint import EndpointSpec
 from picker.pool.kube.api import KubeApi
 from picker.pool.kube.pod_table import KubeObject, PodDefaults, PodTable, PoolShape
+from picker.pool.kube.rewrites import GROUP as REWRITE_GROUP
+from picker.pool.kube.rewrites import RewriteSink
 from picker.pool.kube.watch import Change, WatchLoop, WatchSettings, WatchStats
 
 _log = logging.getLogger(__name__)
@@ -37,7 +40,8 @@ class KubernetesSource:
     """Follows one InferencePool and hands on its endpoints.
 
     `on_specs(specs)` has every endpoint each time that one changes, first when everything needed has been
-    listed. `on_priorities(priorities)` has the priority of every InferenceObjective of the pool, by name.
+    listed. `on_priorities(priorities)` has the priority of every InferenceObjective of the pool, by name, and
+    `on_rewrites(rewrites)` the rules of its InferenceModelRewrites.
     While the API server is away nothing is called, and what was last said holds. Nodes are watched only on
     request: reading them takes a ClusterRole.
     """
@@ -50,6 +54,7 @@ class KubernetesSource:
         on_specs: Callable[[list[EndpointSpec]], object],
         *,
         on_priorities: Callable[[Mapping[str, int]], object] | None = None,
+        on_rewrites: Callable[[ModelRewrites], object] | None = None,
         watch_nodes: bool = False,
         defaults: PodDefaults | None = None,
         settings: WatchSettings | None = None,
@@ -83,6 +88,15 @@ class KubernetesSource:
             for group in OBJECTIVE_GROUPS
             if on_priorities is not None
         ]
+        self._rewrites_loop = (
+            self._loop(
+                f"/apis/{REWRITE_GROUP}/v1alpha2/namespaces/{namespace}/inferencemodelrewrites",
+                RewriteSink(pool, on_rewrites),
+                optional=True,
+            )
+            if on_rewrites is not None
+            else None
+        )
 
     @property
     def synced(self) -> bool:
@@ -100,7 +114,12 @@ class KubernetesSource:
     async def run(self) -> None:
         """Follow until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
-            for loop in (self._pool_loop, self._nodes_loop, *self._objective_loops):
+            for loop in (
+                self._pool_loop,
+                self._nodes_loop,
+                *self._objective_loops,
+                self._rewrites_loop,
+            ):
                 if loop is not None:
                     self._tasks.create_task(loop.run())
 
@@ -171,7 +190,7 @@ class KubernetesSource:
     def _loop(
         self,
         path: str,
-        sink: _PoolSink | _PodSink | _NodeSink | _ObjectiveSink,
+        sink: _PoolSink | _PodSink | _NodeSink | _ObjectiveSink | RewriteSink,
         *,
         selector: tuple[tuple[str, str], ...] = (),
         optional: bool = False,
