@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from picker.extproc.handler import Headers
 from picker.extproc.handover import Progress
-from picker.extproc.usage import UsageReader
+from picker.extproc.usage import Usage, UsageReader
 
 
 @dataclass(slots=True)
@@ -23,6 +23,8 @@ class Followed:
     usage: UsageReader | None = None
     # A stream has begun whose first event is still to come.
     streaming: bool = False
+    # It was answered with an error: nothing was generated.
+    failed: bool = False
 
     @property
     def wants_response_body(self) -> bool:
@@ -39,7 +41,8 @@ class Followed:
             name == "content-type" and value.startswith("text/event-stream") for name, value in headers
         )
         if not self.streaming:
-            self.progress.answered(status < HTTPStatus.BAD_REQUEST)
+            self.failed = status >= HTTPStatus.BAD_REQUEST
+            self.progress.answered(not self.failed)
 
     def response_chunk(self, data: bytes) -> None:
         if self.streaming and data:
@@ -49,7 +52,8 @@ class Followed:
             self.usage.feed(data)
 
     def finished(self, delivered: bool) -> None:
-        self.progress.finished(delivered, self.usage.usage() if self.usage is not None else None)
+        usage = self.usage.usage() if self.usage is not None else None
+        self.progress.finished(delivered, Usage(output_tokens=0) if self.failed else usage)
 
 
 class Unfollowed:

@@ -76,7 +76,7 @@ class Work:
         self.cached_tokens = min(self.cached_tokens, self.demand.raw_tokens)
         self.uncached_tokens = self.demand.raw_tokens - self.cached_tokens
         self.output_charge = self.policy_class.output_charge or 0.0
-        self.cost = self.cost_of(self.expected_output_tokens)
+        self.cost = self.cost_of(min(self.expected_output_tokens, self.policy_class.output_estimate))
 
     def cost_of(self, output_tokens: int) -> int:
         """The charge when this many tokens are generated; by estimate at dispatch, in truth at the end."""

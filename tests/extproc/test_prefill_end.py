@@ -122,3 +122,12 @@ def test_what_the_gateway_never_got_is_over_at_once() -> None:
     followed.exchange.finished(False)
     followed.exchange.finished(True)
     assert followed.load == (0, 0)
+
+
+def test_an_error_has_generated_nothing() -> None:
+    """What was charged for its output by estimate is settled to nothing."""
+    followed, told = OneRequest(), []
+    followed.exchanges.on_usage = lambda released, usage: told.append(usage)
+    followed.exchange.response_headers(500, JSON, None)
+    followed.exchange.finished(True)
+    assert [usage.output_tokens for usage in told] == [0]

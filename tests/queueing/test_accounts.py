@@ -38,6 +38,11 @@ class TestSettlement:
         stats = fleet.queue.flows()[0].queue.stats
         assert (stats.settled_cost, stats.served_cost) == (-300, 100 + 500 - 300)
 
+    def test_no_limit_of_output_that_a_client_writes_costs_more_than_the_estimate_may(self) -> None:
+        """It would block its lane for as long, and come back as credit for its class when it is settled."""
+        fleet = output_fleet()
+        assert fleet.submit("p", 100, expected_output_tokens=2**53).cost == 100 + 2 * 4096
+
     def test_a_long_answer_leaves_a_debt_that_is_paid_off(self) -> None:
         fleet = output_fleet()
         fleet.submit("p")
