@@ -9,7 +9,6 @@ from typing import Any
 from prometheus_client import (
     CollectorRegistry,
     GCCollector,
-    Histogram,
     Info,
     PlatformCollector,
     ProcessCollector,
@@ -19,7 +18,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from picker.telemetry import catalogue
-from picker.telemetry.catalogue import HistogramMetric, Kind, Metric
+from picker.telemetry.catalogue import Kind, Metric
+from picker.telemetry.durations import DurationsByLabel
 from picker.telemetry.shares import ShareHistory
 from picker.telemetry.sources import Sources
 
@@ -68,30 +68,21 @@ class Metrics:
         build.info({"version": version, "python": platform.python_version()})
         self._registry.register(_RoomsCollector(sources, shares, clock))
         self._class_label = BoundedLabel(max_classes)
-        self._queue_wait = self._histogram(catalogue.QUEUE_WAIT)
-        self._waits: dict[str, Histogram] = {}
-        self._stages = self._histogram(catalogue.STAGE)
-        self.decision: Callable[[float], None] = self._histogram(catalogue.DECISION).observe
-
-    def _histogram(self, entry: HistogramMetric) -> Histogram:
-        metric = entry.metric
-        return Histogram(
-            metric.name, metric.help, metric.labels, buckets=entry.buckets, registry=self._registry
-        )
+        self._waits = DurationsByLabel(catalogue.QUEUE_WAIT)
+        self._stages = DurationsByLabel(catalogue.STAGE)
+        decisions = DurationsByLabel(catalogue.DECISION)
+        for histograms in (self._waits, self._stages, decisions):
+            self._registry.register(histograms)
+        self.decision: Callable[[float], None] = decisions.of().observe
 
     def queue_wait(self, policy_class: str, seconds: float) -> None:
-        label = self._class_label(policy_class)
-        child = self._waits.get(label)
-        if child is None:
-            child = self._waits[label] = self._queue_wait.labels(label)
-        child.observe(seconds)
+        self._waits.of(self._class_label(policy_class)).observe(seconds)
 
     def stage(self, name: str) -> Callable[[float], None]:
         """What a room calls with the seconds that a request spent in the stage; one of `catalogue.STAGES`."""
         if name not in catalogue.STAGES:
             raise ValueError(f"{name!r} is not a stage")
-        observe: Callable[[float], None] = self._stages.labels(name).observe
-        return observe
+        return self._stages.of(name).observe
 
     def expose(self, accept: str = "") -> tuple[bytes, str]:
         """The text and its content type: OpenMetrics for a reader that asks for it."""

@@ -31,15 +31,15 @@ policy_classes:
 )
 
 
-def new_app() -> App:
+def new_app(endpoints: int = ENDPOINTS) -> App:
     app = App(Settings.model_validate({"tokens": {"models": {"*": DEFAULT_TOKENIZER}}}))
     app.scraper.update = lambda specs: None  # type: ignore[method-assign]
     app.queue.reload(load_policy(POLICY), app.clock())
     app.pool.replace(
         EndpointSpec(uid=str(n), name=f"pod-{n}", address=f"10.0.0.{n + 1}", port=8000, block_size=16)
-        for n in range(ENDPOINTS)
+        for n in range(endpoints)
     )
-    for slot in range(ENDPOINTS):
+    for slot in range(endpoints):
         keys = block_keys(range(slot * 1000, slot * 1000 + 16_000), 16)
         app.index.add(slot, keys, parent=0)
     return app
