@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
 SOAK_SECONDS ?= 1800
+TRACES ?= traces
 FUZZ_SECONDS ?= 60
 
 # The first of these that runs and is new enough.
@@ -13,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow laws soak fuzz docs sbom audit protos lock clean
+.PHONY: help test demo lint format bench test-kube test-browser test-engine test-slow laws soak fuzz studies docs sbom audit protos lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -60,6 +61,11 @@ soak: $(READY)  ## mixed load with faults for SOAK_SECONDS
 
 fuzz: $(READY)  ## each place where bytes of others come in, for FUZZ_SECONDS; led by coverage where atheris is there
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
+
+studies: $(READY)  ## renew picker/simulation/STUDIES.md from the public traces in TRACES; half an hour
+	$(BIN)/picker study ladder --write
+	$(BIN)/picker study classes --traces $(TRACES) --write
+	$(BIN)/picker study comparison --traces $(TRACES) --write
 
 docs: $(READY)  ## write the generated references anew
 	$(BIN)/picker reference --write

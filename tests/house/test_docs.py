@@ -95,7 +95,13 @@ def picker_commands() -> Iterator[tuple[str, list[str]]]:
 
 
 # Subcommands that the docs call with arguments and that other tests run, and where.
-RUN_ELSEWHERE = {"replay": "tests/e2e/test_recording.py", "taint": "tests/cli/test_taint.py"}
+RUN_ELSEWHERE = {
+    "record": "tests/cli/test_record.py",
+    "replay": "tests/e2e/test_recording.py",
+    "simulate": "tests/simulation/test_simulate_command.py",
+    "study": "tests/simulation/test_studies.py",
+    "taint": "tests/cli/test_taint.py",
+}
 RUN_HERE = {"check", "explain-policy", "reference", "serve"}
 
 
