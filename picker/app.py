@@ -61,6 +61,8 @@ log = logging.getLogger(__name__)
 # Blocks that an engine is taken to hold when it does not say.
 _UNKNOWN_CAPACITY = 16_384
 _HOUSEKEEPING_SECONDS = 0.5
+# So many decisions are a few hundredths of a second; whoever else has something to do comes between.
+_OUTCOMES_A_TURN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,11 @@ class App:
         )
         self.policy_file = _policy_file(settings.policy)
         policy = (self.policy_file and self.policy_file.load_if_changed()) or Policy.default()
-        limits = QueueLimits(max_lanes=settings.queue.max_lanes, max_tenants=settings.queue.max_tenants)
+        limits = QueueLimits(
+            max_lanes=settings.queue.max_lanes,
+            max_tenants=settings.queue.max_tenants,
+            outcomes_a_poll=_OUTCOMES_A_TURN,
+        )
         self.queue = AdmissionQueue(policy, self.selector, limits)
         self.fairness = FairnessMeter()
 

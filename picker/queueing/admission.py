@@ -40,10 +40,13 @@ _HOPELESS = (DropReason.NO_ENDPOINT, DropReason.PIN_NOT_ALLOWED)
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Bounds that no policy can lift. `retry_after` (seconds) is told when the drain rate is not known yet."""
+    """Bounds that no policy can lift. `retry_after` (seconds) is told when the drain rate is not known yet.
+    `outcomes_a_poll`: one poll decides no more, and asks by `next_wakeup` to be called again at once.
+    """
 
     max_lanes: int = 1024
     max_tenants: int = 1024
+    outcomes_a_poll: float = inf
     min_retry_after: float = 1.0
     max_retry_after: float = 60.0
     retry_after: float = 5.0
@@ -73,6 +76,8 @@ class AdmissionQueue:
         # What has changed since the last poll: the pool, or anything that may let a waiting request go.
         self._pool_moved = False
         self._unsettled = False
+        # The last poll stopped at its limit.
+        self._more = False
         self._everybody = sum(endpoint.bit for endpoint in self._pool)
         self.policy = policy
         self.reload(policy, 0.0)
@@ -140,14 +145,18 @@ class AdmissionQueue:
     # --- time and change --------------------------------------------------------------------------------
 
     def poll(self, now: float) -> list[Outcome]:
-        """End the waits that are over and dispatch everything that can go."""
+        """End the waits that are over and dispatch everything that can go, up to the limit."""
         self._tick.now = now
         outcomes: list[Outcome] = []
         if self._pool_moved:
             outcomes.extend(self._strand(now))
         if self._deadlines.first() <= now:
             outcomes.extend(self._expire(now))
+        self._more = False
         while not self._gates.saturated(self._everybody) and (turn := self._ring.choose()) is not None:
+            if len(outcomes) >= self.limits.outcomes_a_poll:
+                self._more = True
+                return outcomes
             outcomes.append(self._dispatch(turn, now))
         self._unsettled = False
         self._blocked.look(self._ring, self._everybody, now)
@@ -159,6 +168,8 @@ class AdmissionQueue:
 
     def next_wakeup(self) -> float:
         """When `poll` must be called at the latest: the end of a wait or of a hold. Infinity: never."""
+        if self._more:
+            return -inf
         held = (flow.queue.held_until() for flow in self._ring if flow.queue.dynamic)
         return min(self._deadlines.first(), min(held, default=inf))
 

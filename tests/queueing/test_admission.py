@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import Any
 
@@ -723,3 +724,32 @@ def test_two_classes_that_share_one_endpoint_both_get_their_share_while_a_third_
             fleet.finish(done)
     served = Counter(each.work.policy_class.name for each in fleet.released)
     assert abs(served["i"] - served["j"]) * 100 <= 2 * 512 + 100 + 100
+
+
+class TestManyAtOnce:
+    def test_one_poll_decides_no_more_than_its_limit_and_the_order_is_that_of_a_poll_without(self) -> None:
+        """A hundred places become free together; the event loop has others to serve in between."""
+
+        def fleet(**limits: float) -> Fleet:
+            classes = [
+                PolicyClass(name=name, quantum=quantum, max_running_per_worker=100)
+                for name, quantum in (("p", 300), ("q", 100))
+            ]
+            fleet = Fleet(classes, ("a",), QueueLimits(**limits))
+            for _ in range(100):
+                fleet.submit("p")
+            for number in range(100):
+                fleet.submit("pq"[number % 2], 50 + number)
+            for released in fleet.released:
+                fleet.ledger.release(released.booking)
+            fleet.released.clear()
+            return fleet
+
+        whole, limited = fleet(), fleet(outcomes_a_poll=30)
+        assert (len(whole.poll()), whole.queue.next_wakeup()) == (100, inf)
+        sizes = []
+        while limited.queue.next_wakeup() == -inf or not sizes:
+            sizes.append(len(limited.poll()))
+        assert sizes == [30, 30, 30, 10]
+        orders = [[each.work.id for each in served.released] for served in (whole, limited)]
+        assert orders[0] == orders[1]
