@@ -277,7 +277,7 @@ class ClassSettings:
     )
     output_estimate: PositiveCount = Field(
         default=4096,
-        description="Only with `output_charge`: the estimate is the request's limit of output tokens, but at most this.",
+        description="Only with `output_charge`: the estimate is the request's limit of output tokens, at most this.",
     )
     tolerations: tuple[TolerationText, ...] = Field(
         default=(), description="Taints that the class's requests tolerate: `key[=value][:effect]`, or `*`."

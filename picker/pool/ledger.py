@@ -7,7 +7,7 @@ reports correct the picture (work that did not come through here); they never re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from picker.pool.endpoint import Endpoint, EngineReport
@@ -80,6 +80,11 @@ class Ledger:
         if load is None:
             load = self._by_slot[slot] = Load()
         return load
+
+    def loads(self, endpoints: Iterable[Endpoint]) -> list[Load]:
+        """The loads of several endpoints of the pool, in their order."""
+        by_slot = self._by_slot
+        return [by_slot.get(endpoint.slot) or self.load(endpoint.slot) for endpoint in endpoints]
 
     def book(
         self, endpoint: Endpoint, uncached_tokens: int, now: float, holder: str = "", weight: int = 1

@@ -6,30 +6,30 @@ little of where they will fit: caches fill up over minutes. Given to endpoints i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from picker.pool.endpoint import Endpoint
+from picker.pool.pool import PoolChange
 
 
 class ColdTurns:
-    """Remembers, by slot, when each endpoint last took a cold prompt, and whose slot it was then."""
+    """Remembers the order in which the endpoints last took a cold prompt."""
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[str, int]] = {}
-        self._count = 0
+        # Slots, the one that has rested longest first; who never had one is not in it.
+        self._order: dict[int, None] = {}
 
-    def standing(self, endpoints: Sequence[Endpoint]) -> dict[int, float]:
-        """By slot, from 0 for who has rested longest to 1 for who had the last one. Who never had one rests at 0."""
-        had = {endpoint.slot: self._when(endpoint) for endpoint in endpoints}
-        in_turn = sorted(had, key=had.__getitem__)
-        last = max(1, len(in_turn) - 1)
-        return {slot: place / last if had[slot] else 0.0 for place, slot in enumerate(in_turn)}
+    def standing(self, mask: int, members: int) -> dict[int, float]:
+        """By slot, up to 1 for who had the last one of the mask's `members` endpoints. Who never had one stands at 0,
+        and is left out.
+        """
+        had = [slot for slot in self._order if mask >> slot & 1]
+        last, rested = max(1, members - 1), members - len(had)
+        return {slot: place / last for place, slot in enumerate(had, rested)}
 
     def took(self, endpoint: Endpoint) -> None:
-        self._count += 1
-        self._last[endpoint.slot] = (endpoint.spec.uid, self._count)
+        self._order.pop(endpoint.slot, None)
+        self._order[endpoint.slot] = None
 
-    def _when(self, endpoint: Endpoint) -> int:
-        """The number of its last cold prompt, 0 for none: a slot's new endpoint has had none."""
-        uid, number = self._last.get(endpoint.slot, ("", 0))
-        return number if uid == endpoint.spec.uid else 0
+    def pool_changed(self, change: PoolChange) -> None:
+        """A slot's next endpoint has had none."""
+        for endpoint in change.removed:
+            self._order.pop(endpoint.slot, None)

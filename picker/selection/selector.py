@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import nsmallest
 from math import exp, tanh
 from operator import itemgetter
 from random import Random
@@ -14,7 +13,7 @@ from picker.policy.constraints import TaintEffect
 from picker.policy.model import CostWeights
 from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint
-from picker.pool.ledger import Ledger
+from picker.pool.ledger import Ledger, Load
 from picker.pool.pool import Pool
 from picker.selection.cold_turns import ColdTurns
 from picker.selection.constraints import Constraints, Ineligible
@@ -98,7 +97,7 @@ class Decision:
 
     def preferred(self, number: int) -> tuple[Candidate, ...]:
         """The first so many of the candidates."""
-        others = nsmallest(number - 1, self.others, key=_COST)
+        others = sorted(self.others, key=_COST)[: number - 1]
         return (self.chosen, *(Candidate(*terms) for terms in others))
 
     def destinations(self, choices: int) -> str:
@@ -126,6 +125,9 @@ class Selector:
     _eligible: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_waiting: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_version: int = -1
+
+    def __post_init__(self) -> None:
+        self.pool.subscribe(self.cold_turns.pool_changed)
 
     def eligible(self, constraints: Constraints, *, waiting: bool = False) -> Eligibility:
         """Who may take such a request now, remembered until the pool changes."""
@@ -233,18 +235,20 @@ class Selector:
         raw = demand.raw_tokens
         cached = self.cached(demand, mask, weights, discounts)
         endpoints = self.pool.in_mask(mask)
-        load_of = self.ledger.load
+        loads = self.ledger.loads(endpoints)
         slowness = self.calibration.slowness
         uncached_weight, load_weight = weights.uncached, weights.prefill_load
         running_weight, kv_weight = weights.running_tokens, weights.kv_usage_tokens
-        crowd = self._crowd(endpoints, weights)
-        turns = self.cold_turns.standing(endpoints) if not cached and _is_cold(demand) else None
+        crowd = _crowd(loads, weights)
+        turns: Mapping[int, float] = {}
+        if not cached and weights.cold_turn and _is_cold(demand):
+            turns = self.cold_turns.standing(mask, len(endpoints))
+        turn_weight = weights.cold_turn * raw
         # Who cannot take the request now draws it no more, and repels it from nobody.
         away = weights.session_tokens if home is not None and home.bit & mask else 0.0
         weighed: list[Terms] = []
-        for endpoint in endpoints:
+        for endpoint, load in zip(endpoints, loads, strict=True):
             slot = endpoint.slot
-            load = load_of(slot)
             found = min(cached.get(slot, 0), raw) if cached else 0
             booked = load.prefill_tokens
             running = load.running + load.foreign
@@ -256,21 +260,12 @@ class Selector:
                 cost += kv_weight * endpoint.report.kv_usage
             if endpoint.spec.taints:
                 cost = _with_taints(cost, endpoint, demand, weights)
-            turn = weights.cold_turn * raw * turns[slot] if turns is not None else 0.0
+            turn = turn_weight * turns.get(slot, 0.0) if turns else 0.0
             over = claim.surcharge(load, raw - found) if claim is not None else 0.0
             off = away if endpoint is not home else 0.0
             cost += turn + over + off
             weighed.append((endpoint, found, raw - found, booked, running, crowding, turn, over, off, cost))
         return weighed
-
-    def _crowd(self, endpoints: Sequence[Endpoint], weights: CostWeights) -> float:
-        """What a token of prefill costs those who will wait for it: as many as wait for theirs on such an endpoint
-        now.
-        """
-        if not weights.crowding or not endpoints:
-            return 0.0
-        waiting = sum(self.ledger.load(endpoint.slot).prefilling for endpoint in endpoints)
-        return weights.crowding * waiting / len(endpoints)
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:
         mask, refused = 0, {}
@@ -297,6 +292,13 @@ class Selector:
         spread = max(costs) - lowest or 1.0
         odds = [exp(-(cost - lowest) / spread / temperature) for cost in costs]
         return self.random.choices(range(len(costs)), odds)[0]
+
+
+def _crowd(loads: Sequence[Load], weights: CostWeights) -> float:
+    """What a token of prefill costs those who will wait for it: as many as wait for theirs on such an endpoint now."""
+    if not weights.crowding or not loads:
+        return 0.0
+    return weights.crowding * sum([load.prefilling for load in loads]) / len(loads)
 
 
 def _is_cold(demand: Demand) -> bool:
