@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 from picker.cli import app
 from picker.simulation.experiments.measures import ClassMeasures, Measures, PodMeasures, Times
 from picker.simulation.experiments.recipe import Recipe
+from picker.simulation.experiments.report import class_charts
 from picker.simulation.experiments.runs import Case, Cluster, Result
+from picker.simulation.experiments.summary import class_table
 from picker.simulation.experiments.tables import Table
 from picker.simulation.studies import classes, comparison
 from picker.simulation.studies.findings import Claim, Findings
@@ -72,6 +74,17 @@ def test_victims_throughput_and_hits_are_held_to_their_bounds() -> None:
     assert standard.holds
     assert (throughput.holds, throughput.found) == (False, "1,000 against 1,030 tokens/s (-2.9%)")
     assert hits.holds
+
+
+def test_a_class_that_an_arm_does_not_have_is_left_out_there() -> None:
+    with_batch = {**MEASURES.classes, "batch": MEASURES.classes["premium"]}
+    groups = {"alone": [result("picker")], "flood": [result("picker", classes=with_batch)]}
+    rows = [(row[0], row[1]) for row in class_table(groups).rows]
+    assert rows == [
+        ("batch", "flood"),
+        *((name, arm) for name in ("premium", "standard") for arm in ("alone", "flood")),
+    ]
+    assert len(class_charts(groups)) == 6
 
 
 def test_findings_are_written_between_their_marks() -> None:

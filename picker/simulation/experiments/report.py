@@ -14,6 +14,7 @@ from picker.simulation.experiments.summary import (
     Groups,
     class_names,
     class_table,
+    having,
     policy_table,
 )
 
@@ -91,7 +92,7 @@ def class_charts(groups: Groups) -> list[tuple[str, str]]:
     for key in ("ttft_p99", "wait_p99", "share", "shortfall"):
         figure = CLASS_FIGURES[key]
         by_class = {
-            name: {policy: figure.estimate(results, name) for policy, results in groups.items()}
+            name: {policy: figure.estimate(results, name) for policy, results in having(groups, name).items()}
             for name in names
         }
         found.append((_TITLES[key], bars(by_class, "seconds" if key.endswith("p99") else "part")))

@@ -26,14 +26,15 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class ClassFigure:
-    """The same of one class."""
+    """The same of one class, over the runs that had it."""
 
     heading: str
     of: Callable[[ClassMeasures], float]
     form: str
 
     def estimate(self, results: Sequence[Result], name: str) -> Estimate:
-        return Estimate.of([self.of(result.measures.classes[name]) for result in results])
+        found = [result.measures.classes[name] for result in results if name in result.measures.classes]
+        return Estimate.of([self.of(each) for each in found])
 
 
 FIGURES = {
@@ -84,16 +85,22 @@ def policy_table(groups: Groups) -> Table:
 
 
 def class_names(groups: Groups) -> list[str]:
+    """Those of any run of any policy."""
     return sorted(
         {name for results in groups.values() for result in results for name in result.measures.classes}
     )
+
+
+def having(groups: Groups, name: str) -> Groups:
+    """The policies that were sent requests of this class."""
+    return {policy: results for policy, results in groups.items() if name in class_names({policy: results})}
 
 
 def class_table(groups: Groups) -> Table:
     """A row for each class under each policy."""
     table = Table("Classes", ["class", "policy", *(figure.heading for figure in CLASS_FIGURES.values())])
     for name in class_names(groups):
-        for policy, results in groups.items():
+        for policy, results in having(groups, name).items():
             cells = [figure.estimate(results, name).text(figure.form) for figure in CLASS_FIGURES.values()]
             table.rows.append([name, policy, *cells])
     return table

@@ -20,7 +20,7 @@ TRACE = "mooncake_conversation_trace.jsonl"
 RATES = "servegen/servegen_deepseek-r1_clients_compact.json"
 PAGE = Path(picker.__file__).parent / "simulation" / "STUDIES.md"
 # How much of the trace the flood runs over.
-_FLOOD_SECONDS = 1200.0
+_FLOOD_SECONDS = 900.0
 
 
 class Study(StrEnum):
