@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 import aiohttp
 
@@ -100,7 +101,7 @@ class Scraper:
         return self._stats
 
     def stale(self) -> set[str]:
-        """The uids of scraped endpoints that have not been heard for `stale_after`."""
+        """The uids of scraped endpoints that have not been heard for `stale_after`, or let nobody connect."""
         limit = self._clock() - self.settings.stale_after
         return {
             uid for target in self._targets.values() if target.fresh_at < limit for uid in target.endpoints
@@ -154,6 +155,9 @@ class Scraper:
                 await self._sleep(due - loop.time())
             except _Failed as failed:
                 self._stats.failures[failed.reason] += 1
+                if failed.reason is ScrapeFailure.CONNECT:
+                    # Nobody is there. Its requests come back at once, so that it seems to be the least busy of all.
+                    target.fresh_at = -inf
                 failures = min(failures + 1, 16)
                 await self._sleep(min(settings.interval * 2**failures, longest) * random.uniform(0.8, 1.0))
 

@@ -183,7 +183,8 @@ async def test_a_stale_endpoint_shows_and_recovers(engine: Engine, reports: Repo
         await until(lambda: len(reports.by_uid) == 2)
         assert scraper.stats.stale == 0
         await other.server.close()
-        await until(lambda: scraper.stats.failures[ScrapeFailure.CONNECT] > 0)
+        await until(lambda: scraper.stats.stale == 1)
+        assert scraper.stats.failures[ScrapeFailure.CONNECT] > 0
         now += FAST.stale_after + 1
         await until(lambda: reports.by_uid["kept"].at == now)
         assert scraper.stats.stale == 1
