@@ -30,6 +30,7 @@ class Answer:
     events: int = 0
     reason: str = ""
     retry_after: str | None = None
+    detail: str = ""  # of a gateway's error, in its words
 
 
 class WrongBytes(AssertionError):
@@ -87,7 +88,7 @@ class CheckingClient:
 def _refusal(response: aiohttp.ClientResponse, body: bytes) -> Answer:
     reason = response.headers.get("x-picker-dropped-reason")
     if reason is None:
-        return Answer(End.GATEWAY_ERROR, response.status)
+        return Answer(End.GATEWAY_ERROR, response.status, detail=body[:200].decode("latin-1"))
     error = json.loads(body)["error"]
     if error["code"] is None or not error["message"]:
         raise AssertionError(f"an error without words: {body!r}")

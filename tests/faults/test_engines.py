@@ -51,12 +51,15 @@ async def test_one_dies_in_the_middle_of_its_streams_and_comes_back(
 ) -> None:
     async with cluster(tmp_path, observation=observation) as faulty:
         dying, other = faulty.engines
-        running = asyncio.create_task(many(faulty, 20, events=30, pause=0.03))
+        running = asyncio.create_task(many(faulty, 20, events=100, pause=0.03))
         for engine in faulty.engines:
             await engine.has_begun(10)
         await dying.die()
         answers = await running
-        assert ends(answers) == {End.CUT: 10, End.WHOLE: 10}
+        # Where Picker had not let an answer's head through yet, the gateway says that there is none.
+        broken = {End.CUT, End.GATEWAY_ERROR}
+        assert Counter(each.end in broken for each in answers) == {True: 10, False: 10}
+        assert ends(answers)[End.WHOLE] == 10
         before = other.served
         await only_good_answers(faulty)
         assert other.served - before >= 20
@@ -93,17 +96,16 @@ async def test_one_stalls(tmp_path: Path) -> None:
     async with cluster(tmp_path, policy=HELD) as faulty:
         stalled, other = faulty.engines
         stalled.stalls_at = 3
-        first = [asyncio.create_task(faulty.client.send(events=10)) for _ in range(8)]
-        await faulty.picker.until("picker_extproc_routed_total", 8)
+        first = [asyncio.create_task(faulty.client.send(events=10, timeout=120.0)) for _ in range(30)]
         async with asyncio.timeout(60):
-            while sum(task.done() for task in first) < 4 or stalled.served < 4:
+            while sum(task.done() for task in first) < 26:
                 await asyncio.sleep(0.02)
-        served = stalled.served
+        assert stalled.served == 4
         assert ends(await many(faulty, 40)) == {End.WHOLE: 40}
-        assert (stalled.served, sum(task.done() for task in first)) == (served, 8 - served)
-        assert other.served == 48 - served
+        assert (stalled.served, sum(task.done() for task in first)) == (4, 26)
+        assert other.served == 66
         stalled.stalls_at = None
-        assert ends(list(await asyncio.gather(*first))) == {End.WHOLE: 8}
+        assert ends(list(await asyncio.gather(*first))) == {End.WHOLE: 30}
         await faulty.picker.idle()
 
 

@@ -86,6 +86,7 @@ class Soak:
     engines_die: bool = False
     deaths: int = 0
     ends: Counter[tuple[End, int, str]] = field(default_factory=Counter)
+    unexpected: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[float, int]] = field(default_factory=list)
     shares: list[Share] = field(default_factory=list)
     unjudged_windows: int = (
@@ -108,7 +109,10 @@ class Soak:
             )
             client.answers.clear()
             assert answer.end is not End.NO_ANSWER or patience < 1, "somebody waited in vain"
-            self.ends[answer.end, answer.status, answer.reason] += 1
+            end = (answer.end, answer.status, answer.reason)
+            self.ends[end] += 1
+            if end not in EXPECTED_ENDS:
+                self.unexpected[answer.detail] += 1
 
     async def send_what_is_no_inference(self) -> None:
         bodies = (b"{", b"", b'{"prompt": 5}', b'{"prompt": [-1]}', b"\xff" * 100, b"[" * 5000)
@@ -280,7 +284,7 @@ async def test_soak(tmp_path: Path) -> None:
         last = await picker.idle(30.0)
         _report(soak, first, last)
 
-        assert set(soak.ends) <= EXPECTED_ENDS, soak.ends
+        assert set(soak.ends) <= EXPECTED_ENDS, (soak.ends, soak.unexpected, picker.complaints()[-5:])
         assert soak.ends[End.WHOLE, 200, ""] > 0.8 * sum(soak.ends.values())
         assert [share for share in soak.shares if share.error > share.tolerance] == []
         assert _growth(soak.memory) < GROWTH_BYTES
