@@ -91,7 +91,9 @@ class App:
     def _build_state(self) -> None:
         """The deciding core and what it knows, without any IO."""
         settings = self.settings
-        self.pool = Pool(max_endpoints=settings.pool.max_endpoints)
+        self.pool = Pool(
+            max_endpoints=settings.pool.max_endpoints, overload_waiting=settings.pool.overload_waiting
+        )
         self.ledger = Ledger()
         self.calibration = Calibration()
         self.accuracy = AccuracyTracker()
@@ -222,16 +224,27 @@ class App:
     async def drain(self) -> None:
         """Say not ready, go on serving until nobody is left or the grace is over, then refuse who waits.
 
-        Gateways hear of it after a while only, so for that long an empty picker is not done yet.
+        Gateways hear of it after a while only, so for that long an empty picker is not done yet. Nor is it before the
+        end of a gateway that stops along with it: clients may still send there.
         """
         self.health.update(draining=True)
         if self._member is not None:
             self._member.resign()
         deadline = self.clock() + self.settings.queue.drain_grace
         await asyncio.sleep(min(self.settings.queue.drain_notice, self.settings.queue.drain_grace))
-        while self.clock() < deadline and self.faces.open_streams:
+        while self.clock() < deadline and (self.faces.open_streams or self._gateway_stays()):
             await asyncio.sleep(0.05)
         self.dispatcher.deliver(self.queue.shut_down(self.clock()))
+
+    def _gateway_stays(self) -> bool:
+        """Whether there is still a gateway that we are not to leave alone.
+
+        It opens its log when its first request ends, and keeps it open; before that, the request speaks for it.
+        """
+        gateway = self.faces.log_stats
+        return self.settings.queue.drain_after_gateway and (
+            gateway.active_streams > 0 or (not gateway.entries and len(self.exchanges) > 0)
+        )
 
     async def stop(self) -> None:
         """Stop at once what `drain` has left."""

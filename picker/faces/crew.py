@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from picker.extproc.handover import Decider
@@ -74,10 +75,9 @@ class Crew:
         return streams + sum(seat.requests for seat in self.seats)
 
     @property
-    def log_streams(self) -> int:
-        """Streams of the gateway's access log that faces had when they last said so."""
-        streams: int = self.tally.room("access_log").active_streams
-        return streams
+    def log_stats(self) -> SimpleNamespace:
+        """As a face's, of all of them, when they last said so."""
+        return self.tally.room("access_log")
 
     def sources(self) -> dict[str, Any]:
         """What all faces have counted, by room, and the state of the faces themselves."""

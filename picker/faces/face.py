@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from picker import __version__
-from picker.extproc.access_log import AccessLogService
+from picker.extproc.access_log import AccessLogService, AccessLogStats
 from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import ConversationLimits
 from picker.extproc.handover import Decider, PoolShape
@@ -114,9 +114,8 @@ class Face:
         return self.extproc.stats.active_streams
 
     @property
-    def log_streams(self) -> int:
-        """Streams of the gateway's access log."""
-        return self.access_log.stats.active_streams
+    def log_stats(self) -> AccessLogStats:
+        return self.access_log.stats
 
     def sources(self) -> dict[str, Any]:
         """The counters of the rooms in here."""

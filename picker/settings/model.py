@@ -230,6 +230,12 @@ class PoolSettings(Section):
         " lets nobody connect, at once.",
     )
 
+    overload_waiting: PositiveInt | None = Field(
+        None,
+        description="An engine in which so many requests wait by its own report gets none while another that may take"
+        " them has less; until no more than half as many do. Null: it is only dearer.",
+    )
+
     @model_validator(mode="after")
     def _one_source(self) -> PoolSettings:
         if self.file is not None and self.kubernetes.name is not None:
@@ -298,6 +304,11 @@ class QueueSettings(Section):
     )
     drain_notice: NonNegativeFloat = Field(
         5.0, description="Of drain_grace, what even an idle picker stays for: until every gateway knows."
+    )
+    drain_after_gateway: bool = Field(
+        False,
+        description="Within drain_grace, stay until the gateway's access log has ended: for a gateway that stops"
+        " together with Picker, as in one pod.",
     )
 
 

@@ -240,6 +240,8 @@ def test_the_grace_period_is_longer_than_the_drain(render: Renderer, tmp_path: P
     rendered = render("drainSeconds=77")
     assert _settings(rendered, tmp_path).queue.drain_grace == 77
     assert rendered.pod["spec"]["terminationGracePeriodSeconds"] > 77
+    assert not _settings(rendered, tmp_path).queue.drain_after_gateway
+    assert _settings(render(STANDALONE), tmp_path).queue.drain_after_gateway
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

@@ -1,9 +1,10 @@
-"""The graceful stop of the Envoy beside Picker, with the real Envoy and the real script."""
+"""The graceful stop of the Envoy beside Picker, and of Picker with it, with the real Envoy and the real script."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,26 @@ import pytest
 import yaml
 from aiohttp import web
 
+from picker.simulation.envoy import EnvoyProcess
 from tests.kube.binaries import Binaries
-from tests.kube.chart import Renderer
+from tests.kube.chart import Rendered, Renderer
 from tests.kube.control_plane import Process, free_port
+from tests.kube.live import PickerProcess, on_these_ports
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
 
 class SlowEngine:
-    """Answers when it is told to."""
+    """Answers when it is told to, but for a prompt that is in a hurry."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.answer = asyncio.Event()
 
-    async def handle(self, _: web.Request) -> web.Response:
-        self.asked.set()
-        await self.answer.wait()
+    async def handle(self, request: web.Request) -> web.Response:
+        if b"hurry" not in await request.read():
+            self.asked.set()
+            await self.answer.wait()
         return web.Response(text="done")
 
 
@@ -74,6 +78,68 @@ async def test_drain_waits_for_the_last_request(binaries: Binaries, envoy: str, 
             assert await asyncio.wait_for(drain.wait(), 10) == 0
         finally:
             process.stop()
+
+
+async def test_picker_stays_until_its_envoy_has_gone(binaries: Binaries, envoy: str, tmp_path: Path) -> None:
+    """A client that goes on using its connection while the last request runs must not find Envoy without a Picker."""
+    rendered = Renderer(binaries.helm)("mode=standalone")
+    engine = SlowEngine()
+    (tmp_path / "drain.sh").write_text(rendered.one("ConfigMap", "-envoy")["data"]["drain.sh"])
+    async with (
+        serving(engine) as engine_port,
+        aiohttp.ClientSession() as patient,
+        aiohttp.ClientSession() as brisk,
+    ):
+        (tmp_path / "pool.yaml").write_text(f"endpoints: [{{name: a, address: '127.0.0.1:{engine_port}'}}]\n")
+        picker = PickerProcess("picker", tmp_path, _settings(rendered, tmp_path / "pool.yaml"))
+        await picker.start()
+        config = on_these_ports(rendered.envoy, picker.ports["extproc"])
+        admin = config["admin"]["address"]["socket_address"]["port_value"]
+        try:
+            async with EnvoyProcess(json.dumps(config), directory=tmp_path) as gateway:
+                await until_status(brisk, gateway.port, "hurry", 200)
+                slow = asyncio.create_task(_ask(patient, gateway.port, "take your time"))
+                await engine.asked.wait()
+
+                stopping = asyncio.create_task(picker.stop())
+                drain = await asyncio.create_subprocess_exec(
+                    "bash", str(tmp_path / "drain.sh"), "60", str(admin)
+                )
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(drain.wait(), 7)
+                assert await _ask(brisk, gateway.port, "hurry") == 200
+                assert not stopping.done()
+
+                engine.answer.set()
+                assert await slow == 200
+                assert await asyncio.wait_for(drain.wait(), 30) == 0
+                assert not stopping.done(), "Envoy is still there"
+            assert await asyncio.wait_for(stopping, 30) == 0
+        finally:
+            await picker.kill()
+
+
+def _settings(rendered: Rendered, pool: Path) -> dict[str, Any]:
+    """What the chart gives Picker, but for the ports and the pool."""
+    settings: dict[str, Any] = yaml.safe_load(rendered.settings)
+    settings["extproc"] |= {"host": "127.0.0.1", "port": 0, "health_port": 0}
+    settings["admin"] |= {"host": "127.0.0.1", "port": 0, "grpc_port": 0}
+    settings["pool"] = {"file": str(pool)}
+    settings["queue"]["drain_notice"] = 0.5
+    return settings
+
+
+async def _ask(session: aiohttp.ClientSession, port: int, prompt: str) -> int:
+    body = {"model": "m", "prompt": prompt}
+    async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body) as response:
+        await response.read()
+        return response.status
+
+
+async def until_status(session: aiohttp.ClientSession, port: int, prompt: str, status: int) -> None:
+    async with asyncio.timeout(30):
+        while await _ask(session, port, prompt) != status:
+            await asyncio.sleep(0.05)
 
 
 def _on_these_ports(config: Any, port: int, status: int, admin: int, engine: int) -> Any:

@@ -89,6 +89,7 @@ Envoy takes at most an hour. */ -}}
 {{- if .Values.shadow }}{{ $_ := set $extproc "shadow" true }}{{ end -}}
 {{- $derived := dict "extproc" $extproc "admin" $admin "policy" $policy "pool" (dict "kubernetes" $kubernetes) -}}
 {{- $_ := set $derived "queue" (dict "drain_grace" .Values.drainSeconds) -}}
+{{- if eq .Values.mode "standalone" }}{{ $_ := set $derived.queue "drain_after_gateway" true }}{{ end -}}
 {{- $_ := set $derived "log" (dict "format" "json") -}}
 {{- toYaml (mergeOverwrite $derived (deepCopy .Values.settings)) -}}
 {{- end -}}
