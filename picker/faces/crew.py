@@ -14,6 +14,7 @@ from typing import Any
 from picker.extproc.handover import Decider
 from picker.extproc.health import HealthState
 from picker.faces import messages
+from picker.faces.face import address_of
 from picker.faces.messages import FromCore, Ready, Rewrites, Welcome
 from picker.faces.seat import Seat, Surroundings
 from picker.faces.tally import ROOMS, Tally
@@ -165,7 +166,10 @@ def _reserve(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as alone:
         alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        alone.bind(address)
+        try:
+            alone.bind(address)
+        except OSError as error:
+            raise OSError(f"cannot listen on {address_of(host, port)}: {error.strerror}") from error
     shared = socket.socket(family, kind, protocol)
     shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     shared.bind(address)

@@ -163,7 +163,7 @@ class Face:
 
 def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
     """Bind; the port that was bound. Raises OSError."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = address_of(host, port)
     try:
         if credentials is None:
             return server.add_insecure_port(address)
@@ -172,14 +172,22 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.Serv
         raise OSError(f"cannot listen on {address}: {error}") from error
 
 
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
+    """Raises OSError when the files cannot be read or are of no use."""
     if settings.mode == "off":
         return None
     if settings.mode == "self-signed":
         return fixed_credentials(self_signed())
     assert settings.cert_file is not None
     assert settings.key_file is not None
-    return file_credentials(settings.cert_file, settings.key_file, settings.client_ca_file)
+    try:
+        return file_credentials(settings.cert_file, settings.key_file, settings.client_ca_file)
+    except ValueError as error:
+        raise OSError(f"TLS with {settings.cert_file} and {settings.key_file}: {error}") from error
 
 
 def _session_source(settings: SessionSettings) -> SessionSource | None:

@@ -75,7 +75,8 @@ class ExtProcSettings(Section):
         1,
         le=64,
         description="Processes that read requests, beside the one that decides; they share the port, and the limits of"
-        " streams, bodies and tokenizing are divided among them. 1: a single process does both.",
+        " streams, bodies and tokenizing are divided among them. 1: a single process does both. The gateway has to open"
+        " many connections, as each goes to one process: limit the streams of a connection there.",
     )
     total_body_limit: ByteSize = Field(
         ByteSize(1024**3),

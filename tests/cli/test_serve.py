@@ -8,7 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,9 +98,48 @@ def test_serves_shows_itself_and_stops_on_sigterm(pool: Path) -> None:
         assert process.wait(30) == 0
 
 
-def test_a_taken_port_is_a_failure_in_words() -> None:
+def faces_of(process: subprocess.Popen[str]) -> list[Path]:
+    """The processes that it has started, as directories that are gone when they have ended."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [Path("/proc", child) for child in children]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_faces_end_with_the_core_however_it_ends(pool: Path, ending: signal.Signals) -> None:
+    flags = ("--extproc-workers", "2", "--queue-drain-notice", "0")
+    with serving("--pool-file", str(pool), *flags) as (process, ports):
+        faces = faces_of(process)
+        assert len(faces) == 2
+        ready = httpx.get(f"http://127.0.0.1:{ports['admin']}/metrics").text
+        assert re.search(r"^picker_faces 2.0$", ready, re.MULTILINE)
+        process.send_signal(ending)
+        assert process.wait(30) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
+        wait_for(lambda: not any(face.exists() for face in faces))
+
+
+def test_a_face_that_cannot_serve_is_a_failure_in_words(pool: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    key.write_text("no key")
+    files = ("--extproc-tls-cert-file", str(key), "--extproc-tls-key-file", str(key))
+    tls = ("--extproc-tls-mode", "files", *files, "--extproc-port", "0", "--extproc-health-port", "0")
+    result = picker("serve", "--pool-file", str(pool), "--extproc-workers", "2", *tls)
+    assert result.returncode == 1
+    assert "a face does not come to serve; the log says why" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_taken_port_is_a_failure_in_words(workers: str) -> None:
     with serving() as (_, ports):
-        result = picker("serve", "--extproc-port", str(ports["extproc"]), "--log-level", "error")
+        flags = ("--extproc-port", str(ports["extproc"]), "--extproc-workers", workers)
+        result = picker("serve", *flags, "--log-level", "error")
         assert result.returncode == 1
         assert f":{ports['extproc']}" in result.stderr
         assert "Traceback" not in result.stderr

@@ -83,7 +83,8 @@ async def test_both_faces_serve_and_the_shares_are_exact_over_them(tmp_path: Pat
 
 async def test_a_face_that_is_killed_takes_only_its_own_requests_along(tmp_path: Path) -> None:
     engine = MockEngineSettings(max_num_seqs=64, prefill_rate=1e6, decode_time=0.002, num_blocks=40_000)
-    options = TWO_FACES | {"observation": ResponseObservation.STREAM}
+    tls = {"settings": {"extproc": {"workers": 2, "tls": {"mode": "self-signed"}}}, "picker_tls": True}
+    options = TWO_FACES | tls | {"observation": ResponseObservation.STREAM}
     async with running_stack(tmp_path, [engine], **options) as stack:
         crew = crew_of(stack)
 

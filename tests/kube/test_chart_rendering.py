@@ -449,6 +449,17 @@ def test_envoy_asks_picker_as_the_demo_does(render: Renderer) -> None:
     assert conversation(_camel(render(STANDALONE).envoy)) == conversation(demo)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_envoy_opens_more_connections_where_several_processes_share_them(
+    render: Renderer, workers: int
+) -> None:
+    clusters = render(STANDALONE, f"settings.extproc.workers={workers}").envoy["static_resources"]["clusters"]
+    [picker] = [each for each in clusters if each["name"] == "picker"]
+    [options] = picker["typed_extension_protocol_options"].values()
+    limit = options["explicit_http_config"]["http2_protocol_options"].get("max_concurrent_streams")
+    assert limit == (32 if workers > 1 else None)
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "flags",

@@ -94,6 +94,11 @@ Envoy takes at most an hour. */ -}}
 {{- toYaml (mergeOverwrite $derived (deepCopy .Values.settings)) -}}
 {{- end -}}
 
+{{- /* Picker's processes that the gateway talks to. */ -}}
+{{- define "picker.workers" -}}
+{{- dig "extproc" "workers" 1 .Values.settings -}}
+{{- end -}}
+
 {{- define "picker.podMounts" -}}
 - {name: settings, mountPath: /etc/picker/settings, readOnly: true}
 {{- if or .Values.policy .Values.policyConfigMap }}
