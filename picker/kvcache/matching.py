@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -38,6 +39,10 @@ class PrefixMatch(NamedTuple):
         return self.device * DEVICE_WEIGHT + self.host * HOST_WEIGHT + self.disk * DISK_WEIGHT
 
 
+# The same few matches are found again and again.
+_match = lru_cache(8192)(PrefixMatch)
+
+
 def match_prefixes(
     keys: Iterable[int],
     mask: int,
@@ -64,7 +69,7 @@ def match_on_device(keys: Iterable[int], mask: int, device: Mapping[int, int]) -
         held = device.get(key, 0) & alive
         if held != alive:
             if depth:
-                match = PrefixMatch(depth)
+                match = _match(depth)
                 ended = alive ^ held
                 while ended:
                     low = ended & -ended
@@ -75,7 +80,7 @@ def match_on_device(keys: Iterable[int], mask: int, device: Mapping[int, int]) -
             alive = held
         depth += 1
     if depth:
-        matches.update(dict.fromkeys(slots_of(alive), PrefixMatch(depth)))
+        matches.update(dict.fromkeys(slots_of(alive), _match(depth)))
     return matches
 
 
@@ -128,14 +133,15 @@ def _match_in_tiers(
     return matches
 
 
-def slots_of(mask: int) -> list[int]:
+@lru_cache(1024)
+def slots_of(mask: int) -> tuple[int, ...]:
     """The slots whose bits are set, lowest first."""
     slots = []
     while mask:
         low = mask & -mask
         slots.append(low.bit_length() - 1)
         mask ^= low
-    return slots
+    return tuple(slots)
 
 
 def _turn(counts: dict[int, int], before: int, after: int, depth: int) -> None:
@@ -158,4 +164,4 @@ def _finish(
     """Record the match of slots that held `depth` blocks and no more."""
     for slot in slots_of(ended):
         on_host, on_disk = host_blocks.get(slot, 0), disk_blocks.get(slot, 0)
-        matches[slot] = PrefixMatch(depth - on_host - on_disk, on_host, on_disk)
+        matches[slot] = _match(depth - on_host - on_disk, on_host, on_disk)

@@ -263,17 +263,18 @@ def bench_big_index() -> None:
     context = multiprocessing.get_context("spawn")
     for name, holders in (("1 slot", 1), ("4 slots", 4)):
         with context.Pool(1) as pool:
-            alone, _collect, _clear = pool.apply(measure_big_index, (1_000_000, holders, False))
+            alone, *_ = pool.apply(measure_big_index, (1_000_000, holders, False))
         with context.Pool(1) as pool:
-            whole, collect, clear = pool.apply(measure_big_index, (1_000_000, holders, True))
+            whole, collect, clear, sweep = pool.apply(measure_big_index, (1_000_000, holders, True))
         print(
             f"1,000,000 blocks held by {name:<8} index {alone:5.0f} MB, with the engines' hashes {whole:5.0f} MB; "
-            f"garbage collection {collect:4.1f} ms longer; clearing a slot of {PER_SLOT:,} blocks {clear:5.1f} ms"
+            f"garbage collection {collect:4.1f} ms longer; clearing a slot of {PER_SLOT:,} blocks {clear:5.2f} ms,"
+            f" and {sweep:.0f} ms in slices"
         )
 
 
-def measure_big_index(blocks: int, holders: int, engines: bool) -> tuple[float, float, float]:
-    """MB of memory, ms that a full garbage collection takes longer, ms to clear one slot.
+def measure_big_index(blocks: int, holders: int, engines: bool) -> tuple[float, float, float, float]:
+    """MB of memory, ms that a full garbage collection takes longer, ms to clear one slot, ms to sweep what fades then.
 
     Prompts of 64 blocks, 50,000 blocks in each slot, every block in `holders` slots; with `engines`, stored
     through events as an engine sends them.
@@ -281,7 +282,7 @@ def measure_big_index(blocks: int, holders: int, engines: bool) -> tuple[float, 
     source = Random(2)
     gc.collect()
     collect, memory = milliseconds(gc.collect), resident_megabytes()
-    index = KvIndex(max_blocks=2 * blocks)
+    index = KvIndex(max_blocks=2 * blocks, on_fading=lambda: None)
     followed = [EngineBlocks(slot, index) for slot in range(blocks * holders // PER_SLOT)] if engines else []
     for start in range(0, blocks, PROMPT):
         slots = [start // PER_SLOT * holders + holder for holder in range(holders)]
@@ -297,7 +298,8 @@ def measure_big_index(blocks: int, holders: int, engines: bool) -> tuple[float, 
     assert len(index) == blocks
     grown = resident_megabytes() - memory
     longer = milliseconds(gc.collect) - collect
-    return grown, longer, milliseconds(followed[0].clear if engines else lambda: index.clear(0))
+    clear = milliseconds(followed[0].clear if engines else lambda: index.clear(0))
+    return grown, longer, clear, milliseconds(lambda: index.sweep(100 * blocks))
 
 
 def milliseconds(work: Callable[[], object]) -> float:
