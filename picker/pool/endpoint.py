@@ -78,15 +78,17 @@ class Endpoint:
     `spec` and `report` are replaced whole by the pool; everything else that changes lives in the ledger.
     """
 
-    __slots__ = ("bit", "block_size_seen", "fenced", "report", "slot", "spec", "stale")
+    __slots__ = ("bit", "block_size_seen", "fenced", "overloaded", "report", "slot", "spec", "stale")
 
     def __init__(self, slot: int, spec: EndpointSpec) -> None:
         self.slot = slot
         self.bit = 1 << slot
         self.spec = spec
         self.report: EngineReport | None = None
-        # Taken out by the operator or by an overload fence until that is lifted.
+        # Taken out by the operator until that is lifted.
         self.fenced = False
+        # By its own report so many requests wait inside it that it is passed over while others are not.
+        self.overloaded = False
         # Its metrics have not been heard for a while: perhaps it is gone. Passed over while others are heard.
         self.stale = False
         # Learned from KV events: the truth, where there is one.

@@ -27,6 +27,8 @@ class PoolStats:
 
     changes: int = 0
     over_limit: int = 0
+    # Times that an endpoint became overloaded.
+    overloads: int = 0
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class Pool:
     """
 
     max_endpoints: int = 4096
+    # Requests that wait inside an engine from which on it is passed over; None: however many.
+    overload_waiting: int | None = None
     # vLLM's default, for endpoints that have not told theirs yet.
     default_block_size: int = 16
     synced: bool = False
@@ -103,8 +107,11 @@ class Pool:
             return None
         before, endpoint.report = endpoint.report, report
         self._block_sizes = None
+        overloaded, endpoint.overloaded = endpoint.overloaded, self._is_overloaded(endpoint, report)
+        self.stats.overloads += endpoint.overloaded and not overloaded
         servable = (report.adapters, report.max_adapters)
-        if servable != ((before.adapters, before.max_adapters) if before else (frozenset(), None)):
+        served = (before.adapters, before.max_adapters) if before else (frozenset(), None)
+        if servable != served or overloaded != endpoint.overloaded:
             self._announce(PoolChange(changed=(endpoint,)))
         return endpoint
 
@@ -116,6 +123,19 @@ class Pool:
             self._announce(PoolChange(changed=(endpoint,)))
 
     @property
+    def overloaded_mask(self) -> int:
+        return sum(endpoint.bit for endpoint in self if endpoint.overloaded)
+
+    def _is_overloaded(self, endpoint: Endpoint, report: EngineReport) -> bool:
+        """From `overload_waiting` requests that wait inside it, until no more than half as many do. One that does not
+        say how many wait is not.
+        """
+        limit, waiting = self.overload_waiting, report.waiting
+        if limit is None or waiting is None:
+            return False
+        return waiting >= limit or (endpoint.overloaded and waiting > limit // 2)
+
+    @property
     def stale_mask(self) -> int:
         return sum(endpoint.bit for endpoint in self if endpoint.stale)
 
@@ -124,6 +144,8 @@ class Pool:
         changed = [endpoint for endpoint in self if endpoint.stale != (endpoint.spec.uid in uids)]
         for endpoint in changed:
             endpoint.stale = not endpoint.stale
+            # Nobody knows any more.
+            endpoint.overloaded = False
         if changed:
             self._announce(PoolChange(changed=tuple(changed)))
 

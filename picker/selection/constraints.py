@@ -23,6 +23,7 @@ class Ineligible(StrEnum):
     REQUIRED_TAINT = "required_taint"
     ADAPTER = "adapter"
     STALE = "stale"  # only where another endpoint would do that is heard
+    OVERLOADED = "overloaded"  # only where another endpoint would do that is not
 
 
 @dataclass(frozen=True, slots=True)

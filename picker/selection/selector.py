@@ -275,10 +275,14 @@ class Selector:
                 mask |= endpoint.bit
             else:
                 refused[endpoint.slot] = reason
-        heard = mask & ~self.pool.stale_mask
-        if heard and heard != mask:
-            refused |= {endpoint.slot: Ineligible.STALE for endpoint in self.pool.in_mask(mask & ~heard)}
-            mask = heard
+        for passed_over, reason in (
+            (self.pool.stale_mask, Ineligible.STALE),
+            (self.pool.overloaded_mask, Ineligible.OVERLOADED),
+        ):
+            others = mask & ~passed_over
+            if others and others != mask:
+                refused |= {endpoint.slot: reason for endpoint in self.pool.in_mask(mask & ~others)}
+                mask = others
         return Eligibility(mask, refused)
 
     def _draw(self, costs: list[float], temperature: float) -> int:
