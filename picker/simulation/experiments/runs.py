@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -106,8 +107,9 @@ _counter: Synchronized[int] | None = None
 
 
 def _take_counter(counter: Synchronized[int]) -> None:
-    """In a worker: the counter that the parent looks at."""
+    """In a worker: the counter that the parent looks at, and a quiet end at Ctrl-C."""
     global _counter
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _counter = counter
 
 

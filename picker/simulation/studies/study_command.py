@@ -77,9 +77,9 @@ def study(
     if output is not None:
         output.write_text(findings.html(), encoding="utf-8")
     if write:
-        command = f"picker study {name}" + (
-            "" if name is Study.LADDER else f" --traces DIRECTORY --seeds {seeds}"
-        )
+        command = f"picker study {name}"
+        if name is not Study.LADDER:
+            command += f" --traces DIRECTORY --seeds {seeds}" + (f" --seconds {seconds:g}" if seconds else "")
         PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8"), name, command, findings), encoding="utf-8")
     _show(findings, as_json=as_json)
     if not all(claim.holds for claim in findings.claims):
