@@ -340,6 +340,8 @@ class App:
         for endpoint in change.removed:
             self.index.drop(endpoint.slot)
             self.predicted.drop(endpoint.slot)
+        if not change.respecified:
+            return
         self.kv_events.reconcile(self.pool)
         if self.settings.kvcache.discover:
             self.kv_asking.update(endpoint.spec for endpoint in self.pool)

@@ -11,13 +11,21 @@ from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
 
 @dataclass(frozen=True, slots=True)
 class PoolChange:
-    """What one reconciliation did. `changed` endpoints kept their identity and slot but have a new spec."""
+    """What one reconciliation did. `changed` endpoints kept their identity and slot but have a new spec; `shifted` ones
+    have the old one, and may take other requests than before, by what was heard of them.
+    """
 
     added: tuple[Endpoint, ...] = ()
     removed: tuple[Endpoint, ...] = ()
     changed: tuple[Endpoint, ...] = ()
+    shifted: tuple[Endpoint, ...] = ()
 
     def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed or self.shifted)
+
+    @property
+    def respecified(self) -> bool:
+        """Are there other endpoints, or other specs?"""
         return bool(self.added or self.removed or self.changed)
 
 
@@ -112,7 +120,7 @@ class Pool:
         servable = (report.adapters, report.max_adapters)
         served = (before.adapters, before.max_adapters) if before else (frozenset(), None)
         if servable != served or overloaded != endpoint.overloaded:
-            self._announce(PoolChange(changed=(endpoint,)))
+            self._announce(PoolChange(shifted=(endpoint,)))
         return endpoint
 
     def fence(self, uid: str, fenced: bool) -> None:
@@ -120,7 +128,7 @@ class Pool:
         endpoint = self._by_uid.get(uid)
         if endpoint is not None and endpoint.fenced != fenced:
             endpoint.fenced = fenced
-            self._announce(PoolChange(changed=(endpoint,)))
+            self._announce(PoolChange(shifted=(endpoint,)))
 
     @property
     def overloaded_mask(self) -> int:
@@ -147,7 +155,7 @@ class Pool:
             # Nobody knows any more.
             endpoint.overloaded = False
         if changed:
-            self._announce(PoolChange(changed=tuple(changed)))
+            self._announce(PoolChange(shifted=tuple(changed)))
 
     def adapters(self) -> frozenset[str]:
         """The models that any engine reports as a LoRA adapter of its own."""

@@ -414,7 +414,7 @@ class AdmissionQueue:
         for endpoint in change.removed:
             for gate in self._gates:
                 gate.forget(endpoint)
-        for endpoint in (*change.added, *change.changed):
+        for endpoint in (*change.added, *change.changed, *change.shifted):
             self._load_changed(endpoint)
         self._everybody = sum(endpoint.bit for endpoint in self._pool)
         self._pool_moved = self._unsettled = True

@@ -20,7 +20,12 @@ from picker.simulation.workloads import Arrival, Workload, read_recording
 
 def replay_command(
     recording: Annotated[
-        Path, typer.Argument(help="File of `picker record`, or written under telemetry.record_file.", exists=True, dir_okay=False)
+        Path,
+        typer.Argument(
+            help="File of `picker record`, or written under telemetry.record_file.",
+            exists=True,
+            dir_okay=False,
+        ),
     ],
     url: Annotated[str, typer.Option(help="The gateway.")],
     model: Annotated[str, typer.Option(help="The model to ask for.")],
