@@ -26,6 +26,9 @@ class Ineligible(StrEnum):
     OVERLOADED = "overloaded"  # only where another endpoint would do that is not
 
 
+_MAX_TEXT = 400
+
+
 @dataclass(frozen=True, slots=True)
 class Constraints:
     """What a request asks of its endpoint.
@@ -65,6 +68,19 @@ class Constraints:
             selector=policy_class.allowed_endpoints or self.selector,
             tolerations=(*self.tolerations, *policy_class.tolerations),
         )
+
+    def __str__(self) -> str:
+        """For people: what is asked, `any` where that is nothing. Lists by their lengths."""
+        parts = [f"in {len(entries)} named" for entries in self.allow]
+        parts += [f"pin {self.pin}"] if self.pin is not None else []
+        parts += [f"rank {self.rank}"] if self.rank is not None else []
+        parts += [str(self.selector)] if self.selector.match_labels else []
+        parts += [f"tolerates {', '.join(map(str, self.tolerations))}"] if self.tolerations else []
+        parts += [f"requires {', '.join(sorted(self.required_taints))}"] if self.required_taints else []
+        parts += [f"adapter {self.adapter}"] if self.adapter is not None else []
+        parts += ["decodes"] if self.role is not None else []
+        parts += ["prefill apart"] if self.prefill is not None else []
+        return "; ".join(parts)[:_MAX_TEXT] or "any"
 
     def refuse(self, endpoint: Endpoint, *, waiting: bool = False) -> Ineligible | None:
         """Why this endpoint cannot take the request, or None when it can.

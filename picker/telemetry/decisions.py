@@ -37,8 +37,9 @@ class Rejection(msgspec.Struct, frozen=True):
 class DecisionRecord(msgspec.Struct, frozen=True):
     """What became of one request. Tokens are tokens, `at` is Unix seconds, `wait` seconds.
 
-    `outcome` is "dispatched" or the reason of the refusal; `deficit` is the class's after the charge. `model` is
-    only for people: clients choose it.
+    `outcome` is "dispatched" or the reason of the refusal; `deficit` is the class's after the charge, and
+    `deficit_before` before it. `lane` tells what was asked of the endpoint, for those who asked the same wait together.
+    `prefill` is the endpoint that reads the prompt, if it is another. `model` is only for people: clients choose it.
     """
 
     id: str
@@ -53,7 +54,10 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     estimated: bool = False
     wait: float = 0.0
     deficit: int = 0
+    deficit_before: int = 0
+    lane: str = ""
     chosen: str = ""
+    prefill: str = ""
     candidates: tuple[Candidate, ...] = ()
     rejected: tuple[Rejection, ...] = ()
 

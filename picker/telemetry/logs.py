@@ -135,7 +135,18 @@ class DecisionLines:
         """Write all of a decision: what was weighed, by which terms, and who was left out for what reason."""
         candidates = [f"{each.name} {each.total:.0f} {dict(each.terms)}" for each in record.candidates]
         rejected = [f"{each.name} {each.reason}" for each in record.rejected]
-        self._line(logging.INFO, record, candidates=candidates, rejected=rejected, deficit=record.deficit)
+        more = {"prefill": record.prefill} if record.prefill else {}
+        self._line(
+            logging.INFO,
+            record,
+            cached_tokens=record.cached_tokens,
+            lane=record.lane,
+            deficit_before=record.deficit_before,
+            deficit=record.deficit,
+            candidates=candidates,
+            rejected=rejected,
+            **more,
+        )
 
     def _take_token(self) -> bool:
         now = self._clock()

@@ -224,6 +224,26 @@ def test_a_role_is_a_label_with_one_of_some_values(
     assert (refuse(Constraints(role=prefill), labels=labels) is None) == prefills
 
 
+def test_constraints_say_in_words_what_they_ask() -> None:
+    assert str(Constraints()) == "any"
+    everything = Constraints(
+        allow=(frozenset({"a", "b"}), frozenset()),
+        selector=LabelSelector.of({"zone": "west"}),
+        tolerations=(Toleration.parse("spot:NoSchedule"), Toleration.parse("*")),
+        required_taints=frozenset({"gpu", "fast"}),
+        pin="pod-a",
+        rank=0,
+        adapter="lora",
+        role=DECODE,
+        prefill=Constraints(),
+    )
+    assert str(everything) == (
+        "in 2 named; in 0 named; pin pod-a; rank 0; zone=west; tolerates spot:NoSchedule, *;"
+        " requires fast, gpu; adapter lora; decodes; prefill apart"
+    )
+    assert len(str(Constraints(required_taints=frozenset(f"t{n}" for n in range(999))))) == 400
+
+
 def test_equal_constraints_are_one_key() -> None:
     def made() -> Constraints:
         return Constraints(

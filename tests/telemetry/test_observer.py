@@ -61,6 +61,10 @@ def test_a_dispatch_is_recorded_with_its_reasons() -> None:
     terms = {"uncached_tokens": 30, "booked_prefill_tokens": 0, "running_requests": 0}
     assert record.candidates == (Candidate("10.0.0.1:80", "a", record.candidates[0].total, 0, terms),)
     assert record.rejected == (Rejection("10.0.0.2:80", "b", "not_allowed"),)
+    assert record.lane == "in 1 named"
+    assert (record.deficit_before, record.deficit) == (released.deficit_before, released.deficit_after)
+    assert record.deficit_before - record.deficit in (0, 30), "an empty class keeps neither debt nor credit"
+    assert record.prefill == ""
     assert telemetry.requests.prompt_tokens == 30
 
 
