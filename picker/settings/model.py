@@ -273,7 +273,9 @@ class KvCacheSettings(Section):
         description="Seconds that a prediction lives for an engine without KV events.",
     )
     bridge_ttl: PositiveFloat = Field(
-        10.0, description="The same for an engine with KV events: until the event must have come."
+        10.0,
+        description="The same for an engine with KV events: until the event must have come, counted from when the"
+        " prefill booked there should be done.",
     )
     discover: bool = Field(
         True,
@@ -367,8 +369,8 @@ class TelemetrySettings(Section):
     decisions: NonNegativeInt = Field(1000, description="Decisions kept for the dashboard and the API.")
     record_file: Path | None = Field(
         None,
-        description="Append a line for each request to this file, for `picker replay`: lengths, class and keyed hashes"
-        " of blocks, no prompts.",
+        description="Append a line for each request to this file, for `picker simulate` and `picker replay`: lengths,"
+        " class and keyed hashes of blocks, no prompts. `picker record` writes the same for a while.",
     )
     record_limit: ByteSize = Field(ByteSize(1024**3), gt=0, description="Most bytes of that file.")
 
