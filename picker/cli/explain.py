@@ -10,6 +10,7 @@ import typer
 from picker.cli.options import fail
 from picker.policy import PolicyError, load_policy
 from picker.policy.explain import explain_policy
+from picker.settings import Settings
 
 
 def explain(
@@ -23,11 +24,21 @@ def explain(
         float | None, typer.Option(help="The gateway's route timeout in seconds.", min=0)
     ] = None,
 ) -> None:
-    """Say in words and numbers what a policy will do: shares, waits, limits, and what may surprise."""
+    """Say in words and numbers what a policy will do: shares, waits, limits, and what may surprise.
+
+    The settings are taken as they are unless set.
+    """
     try:
         read = load_policy(policy.read_text(encoding="utf-8"), str(policy))
     except PolicyError as error:
         raise fail(str(error), 2) from None
     except UnicodeError:
         raise fail(f"{policy}: not UTF-8 text", 2) from None
-    typer.echo(explain_policy(read, endpoints, max_num_batched_tokens, route_timeout=route_timeout), nl=False)
+    page = explain_policy(
+        read,
+        endpoints,
+        max_num_batched_tokens,
+        route_timeout=route_timeout,
+        default_wait=Settings().queue.max_wait,
+    )
+    typer.echo(page, nl=False)

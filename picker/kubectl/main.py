@@ -24,6 +24,7 @@ from picker.policy import Policy, PolicyError, load_policy
 from picker.policy.advice import policy_warnings
 from picker.policy.reload import diff_policies
 from picker.pool.kube.pod_table import CORDONED, TAINTS
+from picker.settings import Settings
 
 app = typer.Typer(
     name="kubectl picker",
@@ -228,7 +229,7 @@ async def _running(cluster: Cluster, uid: str) -> int:
 def check_policy(context: typer.Context, file: PolicyFile) -> None:
     """Say whether a policy file is valid, and what in it will surprise."""
     _, policy = _read(file)
-    for warning in policy_warnings(policy, 1, None):
+    for warning in policy_warnings(policy, 1, None, default_wait=Settings().queue.max_wait):
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"ok: {len(list(policy.classes()))} classes")
 

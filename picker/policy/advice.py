@@ -106,7 +106,7 @@ def _of_class(entry: PolicyClass, profile: Profile, pool: _Pool) -> Iterator[str
         return
     yield from _thresholds(entry, pool)
     yield from _limits(entry, profile, pool)
-    yield from _order(entry)
+    yield from _order(entry, pool)
     if may_wait(entry):
         yield from _waiting(entry, pool)
         yield from _bursts(entry, profile)
@@ -147,14 +147,14 @@ def _limits(entry: PolicyClass, profile: Profile, pool: _Pool) -> Iterator[str]:
         )
 
 
-def _order(entry: PolicyClass) -> Iterator[str]:
+def _order(entry: PolicyClass, pool: _Pool) -> Iterator[str]:
     order = entry.queue_policy
     if order is QueuePolicy.WSPT and entry.wspt_aging is None:
         yield (
             "wspt without wspt_aging: small requests can overtake a large one for ever;"
             " set wspt_aging, for instance 10"
         )
-    if order is QueuePolicy.EDF and entry.max_queue_wait is None:
+    if order is QueuePolicy.EDF and entry.max_queue_wait is None and pool.default_wait is None:
         yield "edf without max_queue_wait: only requests that bring a target have a deadline"
     if order is not QueuePolicy.WSPT and entry.wspt_aging is not None:
         yield f"wspt_aging has no effect with queue_policy {order}"

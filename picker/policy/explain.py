@@ -17,11 +17,12 @@ def explain_policy(
     max_num_batched_tokens: int | None = None,
     *,
     route_timeout: float | None = None,
+    default_wait: float | None = None,
 ) -> str:
     """Plain text of at most 100 columns (longer only for long names), for a terminal.
 
     `max_num_batched_tokens` is that of each engine, for thresholds given as a fraction of it;
-    `route_timeout`, in seconds, is the gateway's.
+    `route_timeout`, in seconds, is the gateway's, and `default_wait` what ends a wait where a class sets no limit.
     """
     lines = [_title(policy, endpoints, max_num_batched_tokens)]
     if len(policy.profiles) > 1:
@@ -29,9 +30,13 @@ def explain_policy(
             f"Where models share endpoints, their classes share one ring: {_ring(policy):,} tokens a round."
         )
     for profile in policy.profiles:
-        lines += ["", *_profile(profile, endpoints, max_num_batched_tokens)]
+        lines += ["", *_profile(profile, endpoints, max_num_batched_tokens, default_wait)]
     warnings = policy_warnings(
-        policy, endpoints, route_timeout, max_num_batched_tokens=max_num_batched_tokens
+        policy,
+        endpoints,
+        route_timeout,
+        max_num_batched_tokens=max_num_batched_tokens,
+        default_wait=default_wait,
     )
     lines += ["", f"WARNINGS ({len(warnings)})" if warnings else "NO WARNINGS"]
     for number, warning in enumerate(warnings, 1):
@@ -48,7 +53,9 @@ def _title(policy: Policy, endpoints: int, max_num_batched_tokens: int | None) -
     return f"{policy.source}: {_many(endpoints, 'endpoint')}, max_num_batched_tokens {budget}"
 
 
-def _profile(profile: Profile, endpoints: int, max_num_batched_tokens: int | None) -> Iterator[str]:
+def _profile(
+    profile: Profile, endpoints: int, max_num_batched_tokens: int | None, default_wait: float | None
+) -> Iterator[str]:
     yield (
         f"MODEL {profile.name}" if profile.name else "ROOT PROFILE: every model without a profile of its own"
     )
@@ -56,7 +63,7 @@ def _profile(profile: Profile, endpoints: int, max_num_batched_tokens: int | Non
     yield from _shares(profile)
     yield ""
     yield "  Who waits where"
-    waits = ((entry.name, _waits(entry, max_num_batched_tokens)) for entry in profile.classes)
+    waits = ((entry.name, _waits(entry, max_num_batched_tokens, default_wait)) for entry in profile.classes)
     for sentence in said_once(waits):
         yield from _wrapped("    ", sentence, indent=6)
     yield from _limits(profile, endpoints)
@@ -108,15 +115,19 @@ def _shares(profile: Profile) -> Iterator[str]:
         yield f"    Never waiting, so outside the ring: {', '.join(apart)}"
 
 
-def _waits(entry: PolicyClass, max_num_batched_tokens: int | None) -> str:
+def _waits(entry: PolicyClass, max_num_batched_tokens: int | None, default_wait: float | None) -> str:
     if not entry.can_queue:
         return f"never held; sent at once to {_endpoints(entry)}, whatever the load"
     busy = f"while {_endpoints(entry)} all have {' or '.join(_busy(entry, max_num_batched_tokens))}"
     if refuses_when_busy(entry):
         return f"never held; 429 {busy}"
-    longest = entry.max_queue_wait
-    bound = "without bound" if longest is None else f"at most {longest:g} s, then 429"
-    return f"held {busy}; {bound}"
+    return f"held {busy}; {_bound(entry.max_queue_wait, default_wait)}"
+
+
+def _bound(longest: float | None, default_wait: float | None) -> str:
+    if longest is not None:
+        return f"at most {longest:g} s, then 429"
+    return f"at most {default_wait:g} s (queue.max_wait), then 429" if default_wait else "without bound"
 
 
 def _endpoints(entry: PolicyClass) -> str:

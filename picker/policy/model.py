@@ -241,7 +241,9 @@ class ClassSettings:
         default=None, description="The same for those of their prompt tokens that are cached somewhere."
     )
     max_queue_wait: Seconds | None = Field(
-        default=None, description="Seconds a request may wait; then it gets 429. Without it, no bound."
+        default=None,
+        description="Seconds a request may wait; then it gets 429. Without it, the setting `queue.max_wait` holds,"
+        " which is 60 seconds unless set.",
     )
     shed_unreachable: Switch = Field(
         default=False,

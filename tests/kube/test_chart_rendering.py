@@ -82,10 +82,27 @@ def test_values_that_cannot_work_are_refused(render: Renderer, flags: list[str],
 
 
 def test_a_wait_without_bound_needs_a_timeout_of_its_own(render: Renderer) -> None:
-    unbounded = {"policy": {"policy_classes": [{"name": "a", "quantum": 1, "max_queue_wait": None}]}}
+    unbounded = {"settings": {"queue": {"max_wait": None}}}
     with pytest.raises(BadValues, match=r"set timeouts\.queueWait"):
         render(values=unbounded)
     assert render(values=unbounded | {"timeouts": {"queueWait": 5}})
+
+
+def test_a_class_that_sets_no_wait_has_that_of_the_settings(render: Renderer) -> None:
+    def messages(*flags: str, **options: Any) -> str:
+        values = {"policy": {"policy_classes": [{"name": "a", "quantum": 1, **options}]}}
+        rendered = render(STANDALONE, "timeouts.response=1", *flags, values=values)
+        timeout: str = _ext_proc(rendered)["message_timeout"]
+        return timeout
+
+    assert messages() == messages(max_queue_wait=None) == messages("settings.queue.max_wait=60")
+    assert messages() == messages(max_queue_wait=60) != messages(max_queue_wait=61)
+    assert messages(max_queue_wait=None) != messages("settings.queue.max_wait=61", max_queue_wait=None)
+
+
+def _ext_proc(rendered: Rendered) -> Any:
+    listener = rendered.envoy["static_resources"]["listeners"][0]
+    return listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"][0]["typed_config"]
 
 
 # Settings

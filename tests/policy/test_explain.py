@@ -172,6 +172,15 @@ def test_a_fraction_of_an_unknown_budget() -> None:
     assert warned(both, batch=8192) == []
 
 
+def test_the_settings_bound_the_wait_where_a_class_does_not() -> None:
+    policy = load(quiet_profile(max_queue_wait=None, queue_policy="edf"))
+    text = " ".join(explain_policy(policy, 4, default_wait=60.0).split())
+    assert "at most 60 s (queue.max_wait), then 429" in text
+    assert "without bound" not in text
+    assert policy_warnings(policy, 4, None, default_wait=60.0) == []
+    assert "without bound" in " ".join(explain_policy(policy, 4, default_wait=None).split())
+
+
 def test_a_client_without_route_timeout_waits_until_it_gives_up() -> None:
     assert "the client gives up" in warned(quiet_profile(max_queue_wait=None), route=None)[0]
 

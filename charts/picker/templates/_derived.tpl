@@ -27,7 +27,7 @@
 {{- $profiles := concat (list .Values.policy) (values (.Values.policy.models | default dict)) -}}
 {{- range $profiles -}}
 {{- range .policy_classes | default list -}}
-{{- $waits = append $waits (ternary .max_queue_wait $default (hasKey . "max_queue_wait")) -}}
+{{- $waits = append $waits (default $default .max_queue_wait) -}}
 {{- end -}}
 {{- end -}}
 {{- if not $waits }}{{ $waits = list $default }}{{ end -}}
