@@ -81,41 +81,44 @@ class Seat:
         backoff = _FIRST_BACKOFF
         while not self._stopping.is_set():
             began = self._core.clock()
-            status = await self._live()
+            ending = await self._live()
             if self._stopping.is_set():
                 return
             self.restarts += 1
             if self._core.clock() - began > _LONG_LIFE:
                 backoff = _FIRST_BACKOFF
-            log.error("face %d ended with status %d; another starts in %.1f s", self.number, status, backoff)
+            log.error("face %d %s; another starts in %.1f s", self.number, ending, backoff)
             try:
                 await asyncio.wait_for(self._stopping.wait(), backoff)
             except TimeoutError:
                 backoff = min(2 * backoff, _MAX_BACKOFF)
 
-    async def _live(self) -> int:
-        """One process, from its start to its end; its exit status."""
+    async def _live(self) -> str:
+        """One process, from its start to its end; how it ended."""
         self._new_connection()
         ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "picker.faces",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+        command = (sys.executable, "-m", "picker.faces", str(theirs.fileno()))
+        try:
+            with theirs:
+                self.process = await asyncio.create_subprocess_exec(
+                    *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL
+                )
+        except OSError as error:
+            # No memory or no place for another process: perhaps later.
+            ours.close()
+            self._end()
+            return f"did not start: {error}"
         self._heard_at = self._core.clock()
         for message in self._core.greet():
             self.send(message)
         await self._channel.connect(ours)
         await self._lost.wait()
         try:
-            return await asyncio.wait_for(self.process.wait(), _LAST_SECONDS)
+            status = await asyncio.wait_for(self.process.wait(), _LAST_SECONDS)
         except TimeoutError:
             self.kill()
-            return await self.process.wait()
+            status = await self.process.wait()
+        return f"ended with status {status}"
 
     def _new_connection(self) -> None:
         self._heard_at = inf

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from picker.faces.crew import Crew
+from picker.faces.crew import Crew, CrewStats
 from picker.simulation.envoy_config import ResponseObservation
 from picker.simulation.mock_engine import MockEngineSettings
 from tests.e2e.stack import Stack, running_stack
@@ -146,4 +146,35 @@ async def test_who_waits_leaves_with_its_face_and_is_refused_at_the_end(tmp_path
         assert stack.app.ledger.load(0).running == 1
         for task in asked:
             task.cancel()
+        await stack.settled()
+
+
+@pytest.mark.slow
+async def test_a_face_that_hangs_is_replaced(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, [MockEngineSettings()], **TWO_FACES) as stack:
+        crew = crew_of(stack)
+        assert crew.seats[0].process is not None
+        os.kill(crew.seats[0].process.pid, signal.SIGSTOP)
+        async with asyncio.timeout(60):
+            while crew.stats != CrewStats(running=2, restarts=1):
+                await asyncio.sleep(0.1)
+        answers = await asyncio.gather(*(stack.complete([n] * 20) for n in range(20)))
+        assert {answer["status"] for answer in answers} == {200}
+
+
+@pytest.mark.slow
+async def test_no_request_is_lost_when_connections_are_renewed(tmp_path: Path) -> None:
+    """A minute and a half of requests one after another, on connections that live for a minute."""
+    async with running_stack(tmp_path, [MockEngineSettings(prefill_rate=1e6)], **TWO_FACES) as stack:
+        end = asyncio.get_running_loop().time() + 90
+
+        async def client(number: int) -> set[int]:
+            seen: set[int] = set()
+            while asyncio.get_running_loop().time() < end:
+                seen.add((await stack.complete([number] * 40))["status"])
+                await asyncio.sleep(0.02)
+            return seen
+
+        seen = await asyncio.gather(*(client(number) for number in range(12)))
+        assert set().union(*seen) == {200}
         await stack.settled()
