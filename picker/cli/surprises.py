@@ -18,6 +18,7 @@ def surprises(
 ) -> list[str]:
     """One sentence each. Without endpoints (a pool that is not a file) what depends on them is left out."""
     found = [*_of_hints(settings, policy), *_of_streams(settings, policy, len(endpoints))]
+    found += _of_roles(policy, endpoints)
     found += said_once(
         (entry.label, sentence)
         for entry in policy.classes()
@@ -36,6 +37,19 @@ def _of_hints(settings: Settings, policy: Policy) -> Iterator[str]:
             "policy.hints.policy_class is `ignore`: no request can say its class, and all of them are of the"
             " default family"
         )
+
+
+def _of_roles(policy: Policy, endpoints: Sequence[EndpointSpec]) -> Iterator[str]:
+    for profile in policy.profiles:
+        rule = profile.disaggregation
+        if rule is None or not endpoints:
+            continue
+        roles = {spec.labels.get(rule.role_label) for spec in endpoints}
+        where = f"models.{profile.name}.disaggregation" if profile.name else "disaggregation"
+        if not roles & set(rule.prefill_roles):
+            yield f"{where}: by {rule.role_label} no endpoint prefills: every prompt is read where it is decoded"
+        if not roles & {None, *rule.decode_roles}:
+            yield f"{where}: by {rule.role_label} no endpoint decodes: every request gets 503"
 
 
 def _of_streams(settings: Settings, policy: Policy, endpoints: int) -> Iterator[str]:

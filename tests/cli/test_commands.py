@@ -138,6 +138,38 @@ def test_check_sees_settings_policy_and_pool_together(
 
 
 @pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (("prefill", "decode"), None),
+        (("decode", "decode"), "disaggregation: by llm-d.ai/role no endpoint prefills"),
+        (
+            ("prefill", "prefill"),
+            "disaggregation: by llm-d.ai/role no endpoint decodes: every request gets 503",
+        ),
+    ],
+)
+def test_check_sees_whether_somebody_has_each_role(
+    tmp_path: Path, roles: tuple[str, str], expected: str | None
+) -> None:
+    policy, pool = tmp_path / "policy.yaml", tmp_path / "pool.yaml"
+    policy.write_text("disaggregation: {}\nselection: {}\n")
+    entries = (
+        f"{{name: e{number}, address: '10.0.0.{number}:80', labels: {{llm-d.ai/role: {role}}}}}"
+        for number, role in enumerate(roles)
+    )
+    pool.write_text(f"endpoints: [{', '.join(entries)}]\n")
+    result = run("check", "--policy-file", str(policy), "--pool-file", str(pool))
+    assert result.exit_code == 0, result.output
+    assert expected in result.output if expected else "disaggregation" not in result.output
+
+
+def test_check_says_that_a_cookie_needs_responses() -> None:
+    flags = ["--sessions-affinity", "prefer", "--sessions-cookie", "picker"]
+    assert "only a header can say the session" in run("check", *flags).output
+    assert "only a header" not in run("check", *flags[:2], "--sessions-header", "x-chat").output
+
+
+@pytest.mark.parametrize(
     "absent", ["no request can say its class", "max_streams", "queue.max_wait", "the client gives up"]
 )
 def test_check_is_silent_where_there_is_nothing_to_say(surprising: list[str], absent: str) -> None:
