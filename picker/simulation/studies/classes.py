@@ -65,8 +65,8 @@ def study(trace: Path, rates: Path, seeds: int, jobs: int, tick: Tick, seconds: 
             " `short of its due` counts only windows in which a class always had a request waiting.",
             "The victims' p99 is that of their longest prompts, which take ten seconds on an idle pod. Their mean"
             " grows by much more than their p99: what is under way on a pod is not interrupted.",
-            "Each seed draws other tenants for the prefixes, so that the intervals are wide; the p99 of about a thousand"
-            " requests is the tenth longest. The bounds hold of the means over the seeds, and not by much.",
+            "Each seed draws other tenants for the prefixes, so that the intervals are wide; the p99 of about a"
+            " thousand requests is the tenth longest. The bounds hold of the means over the seeds, and not by much.",
             "Throughput is prompt and output tokens over the whole run with its drain.",
         ],
         charts=class_charts(groups),
