@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -90,3 +91,27 @@ async def test_a_split_by_weight_and_what_cannot_be_rewritten(tmp_path: Path) ->
         arrived = pod.requests[-1]
         assert arrived.values("content-encoding") == ["gzip"]
         assert json.loads(arrived.body)["model"] == "another", "it came packed, as it was sent"
+
+
+async def test_faces_in_processes_of_their_own_hear_of_the_rules_and_of_new_ones(tmp_path: Path) -> None:
+    async with (
+        upstream() as pod,
+        gateway(
+            tmp_path,
+            [entry(pod.address)],
+            policy=POLICY,
+            settings={"extproc": {"workers": 2}, "policy": {"reload_interval": 0.1}},
+        ) as stack,
+        client(stack, Framing.CONTENT_LENGTH) as http,
+    ):
+        body = b'{"model": "chat", "prompt": "x"}'
+        assert await status(http, body) == 200
+        assert pod.requests[-1].body == body.replace(b'"chat"', NEW)
+        policy = stack.app.settings.policy.file
+        assert policy is not None
+        policy.write_text("model_rewrites: [{match: [chat], targets: [{model: newer}]}]\n")
+        async with asyncio.timeout(20):
+            while b"newer" not in pod.requests[-1].body:
+                assert await status(http, body) == 200
+                await asyncio.sleep(0.05)
+        assert pod.requests[-1].body == body.replace(b'"chat"', b'"newer"')
