@@ -15,6 +15,7 @@ from picker.requests import ChatPrompt, TextPrompts, TokenPrompts, Truncation
 from picker.tokens.chunks import ChunkCache
 from picker.tokens.conversation import conversation, merge_system
 from picker.tokens.cutting import Cutter
+from picker.tokens.encoding import encoder
 from picker.tokens.sandbox import TemplateFailed
 from picker.tokens.template import ChatTemplate
 
@@ -50,6 +51,7 @@ class ModelTokenizer:
         }
         contents.setdefault("added_tokens", []).extend(_add_configured_tokens(self._tokenizer, config))
         self._prefix, self._suffix = _frame(self._tokenizer)
+        self._encode_texts = encoder(self._tokenizer)
         self._cutter = Cutter.of(contents)
         self._cache = cache
         self._id = next(_IDS)
@@ -139,8 +141,7 @@ class ModelTokenizer:
             if abandoned():
                 raise Abandoned
             texts = [parts[at] for at in batch]
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            fresh = [array("I", encoding.ids) for encoding in encoded]
+            fresh = self._encode_texts(texts)
             self._cache.store(self._id, zip(texts, fresh, strict=True))
             for at, part_ids in zip(batch, fresh, strict=True):
                 found[at] = part_ids
