@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
+# gRPC takes one new stream in a turn of the event loop, and by itself cancels those that have waited for that for half
+# a minute: an error without words for their clients. On a starved machine they wait as long as the gateway lets them.
+_ACCEPT_SECONDS = 3600
+
 # Room in a gRPC message beside the body: headers, metadata, attributes.
 _MESSAGE_OVERHEAD_BYTES = 1024 * 1024
 
@@ -101,6 +105,7 @@ class ExtProcServer:
         return [
             ("grpc.max_receive_message_length", max_message),
             ("grpc.max_send_message_length", max_message),
+            ("grpc.server_max_unrequested_time_in_server", _ACCEPT_SECONDS),
         ]
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 
 import grpc
 import pytest
@@ -17,7 +18,7 @@ from picker.extproc.server import SERVICE_NAME, ExtProcServer
 from tests.support import messages
 from tests.support.handlers import StubHandler, held_until, raising, refuse_bodiless_posts
 from tests.support.messages import kind, set_header_values, streamed_pieces
-from tests.support.servers import GatewayStream, eventually, gateway_client
+from tests.support.servers import GatewayStream, eventually, gateway_client, listening
 
 
 def is_end_of_request(reply: ProcessingResponse) -> bool:
@@ -55,6 +56,27 @@ async def test_a_request_and_its_streamed_response() -> None:
         assert b"".join(exchange.chunks) == b"".join(chunks)
         await eventually(lambda: gateway.server.stats.active_streams == 0)
         assert gateway.server.stats.internal_errors == 0
+
+
+@pytest.mark.slow
+async def test_streams_that_the_loop_does_not_come_to_are_late_and_not_lost() -> None:
+    """gRPC's own limit is half a minute; a machine without time for us can take longer."""
+    server = ExtProcServer(StubHandler("10.0.0.1:8000"))
+    request = messages.request_headers("GET", "/v1/models", end=True).SerializeToString()
+
+    def ask(port: int) -> list[bytes]:
+        time.sleep(0.5)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            process = channel.stream_stream(f"/{SERVICE_NAME}/Process")
+            calls = [process(iter([request])) for _ in range(5)]
+            return [next(call) for call in calls]
+
+    async with listening(server, options=server.options()) as port:
+        answers = asyncio.create_task(asyncio.to_thread(ask, port))
+        await asyncio.sleep(0.1)
+        time.sleep(32)  # noqa: ASYNC251 - the event loop stands still
+        replies = [ProcessingResponse.FromString(answer) for answer in await answers]
+        assert [kind(reply) for reply in replies] == ["request_headers"] * 5
 
 
 async def test_a_post_without_content_is_a_bad_request() -> None:
