@@ -29,6 +29,7 @@ from picker.extproc.preparation import Preparation
 from picker.pool.endpoint import EndpointSpec
 from picker.requests import InferenceRequest, Route, TextPrompts
 from picker.settings import Settings
+from picker.settings.model import QueueSettings
 from picker.tokens import TokenBudget, Tokenizers
 
 SHIPPED = Path(__file__).parents[2] / "picker" / "simulation" / "tokenizer"
@@ -135,7 +136,8 @@ async def whole_path(model: Path) -> None:
 
     The longest turn is in processor time of the loop's thread, which a busy machine stretches less than the clock.
     """
-    app = App(Settings())
+    # Without the library `fastokens` the last of them waits longer than a queue would let it.
+    app = App(Settings(queue=QueueSettings(max_wait=None)))
     app.pool.replace(
         EndpointSpec(f"pod-{n}", f"pod-{n}", f"10.0.0.{n}", 8000, ask_kv_events=False) for n in range(8)
     )
