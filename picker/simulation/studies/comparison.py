@@ -55,7 +55,7 @@ def study(trace: Path, seeds: int, jobs: int, tick: Tick, seconds: float | None 
         facts=[
             f"Mooncake's conversation trace, {len(workload.arrivals):,} requests in "
             f"{workload.arrivals[-1].at:,.0f} s at load 1; 8 pods (Qwen3-32B on 2 H100, blocks of 512 tokens); "
-            f"{seeds} seeds, which move each arrival inside its recorded bin of 3 s and break ties; "
+            f"seeds: {seeds}; they move each arrival inside its recorded bin of 3 s and break ties; "
             "± is half of a 95 % confidence interval.",
             f"A cache without end would hold {ceiling:.1%} of the prompt tokens.",
         ],
@@ -66,6 +66,8 @@ def study(trace: Path, seeds: int, jobs: int, tick: Tick, seconds: float | None 
             " queue of their own, and Picker's default policy has none either: this compares the choice alone.",
             "At load 3 the pods cannot keep up, so that waits are as long as the trace; longest-prefix sends nearly all"
             " to one pod, because most prompts share their first block.",
+            "p99 of a quarter of an hour at load 1 is its 27th longest wait, mostly the prefill of one very long"
+            " prompt: with one seed a difference of a few per cent there says nothing.",
             "The engine model was fitted to another workload (see the ladder): trust orders and ratios, not seconds.",
         ],
         charts=[
