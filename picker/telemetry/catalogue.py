@@ -248,7 +248,9 @@ ROOM_METRICS = (
     _of_room(
         "bodies", "refusals", "picker_bodies_refused_total", "Requests refused for want of that memory."
     ),
-    _of_room("access_log", "active_streams", "picker_access_log_streams", "Open streams of the gateway's log."),
+    _of_room(
+        "access_log", "active_streams", "picker_access_log_streams", "Open streams of the gateway's log."
+    ),
     _of_room("access_log", "entries", "picker_access_log_entries_total", "Entries of the gateway's log."),
     _of_room(
         "access_log",
@@ -302,7 +304,9 @@ ROOM_METRICS = (
     _of_room("ledger", "reaped", "picker_ledger_reaped_total", "Bookings that no signal ended."),
     _of_room("ledger", "moved", "picker_ledger_moved_total", "Bookings that the gateway served elsewhere."),
     _of_room("pool", "changes", "picker_pool_changes_total", "Changes of the pool's membership."),
-    _of_room("pool", "overloads", "picker_pool_overloads_total", "Times that an engine was found overloaded."),
+    _of_room(
+        "pool", "overloads", "picker_pool_overloads_total", "Times that an engine was found overloaded."
+    ),
     _of_room("pool", "over_limit", "picker_pool_over_limit_total", "Endpoints left out: the pool was full."),
     _of_room("pool_file", "loaded", "picker_pool_file_loads_total", "Versions of the pool file taken up."),
     _of_room("pool_file", "refused", "picker_pool_file_refusals_total", "Versions of the pool file refused."),

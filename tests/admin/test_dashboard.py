@@ -170,7 +170,9 @@ async def test_live_light_and_dark_with_a_decision_explained(admin: Admin, page:
 async def test_what_clients_send_is_shown_as_text(admin: Admin, page: Page) -> None:
     nasty = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     admin.classes = [ClassStats("premium", 1)]
-    admin.telemetry.decisions.add(msgspec.structs.replace(DECISION, id=nasty, model=nasty, policy_class=nasty))
+    admin.telemetry.decisions.add(
+        msgspec.structs.replace(DECISION, id=nasty, model=nasty, policy_class=nasty)
+    )
     admin.endpoints = [EndpointStats("u", nasty, nasty, taints=(nasty,))]
     await admin.serve()
     await page.open(admin.url)
