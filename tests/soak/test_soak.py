@@ -40,6 +40,7 @@ CLIENTS_A_CLASS = 60
 CLASS_HEADER = "x-picker-policy-class"
 QUANTA = ((400, 100), (300, 300), (200, 50), (1000, 500))
 PROMPT_TOKENS = 100
+PATIENCE = 300.0  # even of a machine that has little time for us
 COST = "picker_dispatched_cost_tokens_total"
 GROWTH_BYTES = 15e6
 BLOCKS = "picker_endpoint_cached_blocks"
@@ -98,7 +99,7 @@ class Soak:
         dice = random.Random(f"{name} {number}")
         while self.running:
             client = dice.choice(self.clients)
-            patience = dice.choice((0.1, 0.3, 0.6)) if dice.random() < 0.1 else 120.0
+            patience = dice.choice((0.1, 0.3, 0.6)) if dice.random() < 0.1 else PATIENCE
             answer = await client.send(
                 events=3,
                 pause=0.05,
@@ -227,6 +228,7 @@ async def soaking(directory: Path) -> AsyncIterator[Soak]:
         "pool": {"stale_after": 0.5},
         "kvcache": {"max_blocks": 20_000, "predicted_ttl": 5.0, "bridge_ttl": 5.0},
         "tokens": {"cache": 4 << 20},
+        "queue": {"max_wait": PATIENCE},
     }
     async with AsyncExitStack() as exits:
         exits.callback(context.destroy, linger=0)
