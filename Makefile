@@ -80,7 +80,7 @@ protos: $(READY)  ## compile the gRPC API
 	$(BIN)/python setup.py -q build_protos
 
 lock: $(READY)  ## choose the locked versions anew
-	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.11 --all-extras \
+	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version 3.11 --extra test \
 		--generate-hashes --no-annotate --no-header pyproject.toml --output-file requirements.lock
 
 clean:  ## remove the virtual environment, what was generated and every cache

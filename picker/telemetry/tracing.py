@@ -6,6 +6,7 @@ between the gateway's span and the engine's. Needs the extra `otel`; nothing her
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from picker.telemetry.otlp import OtlpJsonExporter
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
@@ -73,7 +76,7 @@ class Tracing:
             resource=Resource.create({"service.name": "picker", "service.version": version}),
             sampler=ParentBased(TraceIdRatioBased(ratio)),
         )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or _otlp_exporter()))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or OtlpJsonExporter(os.environ)))
         self._tracer = self._provider.get_tracer("picker", version)
 
     def begin(self, headers: Iterable[tuple[str, str]]) -> RequestTrace:
@@ -87,13 +90,6 @@ class Tracing:
     def close(self) -> None:
         """Send what has not been sent."""
         self._provider.shutdown()
-
-
-def _otlp_exporter() -> SpanExporter:
-    # It reads the OTEL_EXPORTER_OTLP_ variables itself.
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter()
 
 
 def _attributes(prepared: Prepared, facts: Facts, outcome: str) -> Mapping[str, str | int | float | bool]:
