@@ -359,7 +359,10 @@ class TestMalformedRequests:
         assert metrics["picker_extproc_internal_errors_total"] == 0
 
     async def test_a_body_over_the_limit_is_413(self, stack: FaultCluster) -> None:
-        response = await post(stack, b'{"prompt": "' + b"x" * (5 << 20) + b'"}', "identity")
+        # Over HTTP/1.1 the answer may be lost: the gateway gives up on a connection whose client goes on sending.
+        body = b'{"prompt": "' + b"x" * (5 << 20) + b'"}'
+        async with httpx.AsyncClient(http1=False, http2=True, trust_env=False, timeout=60) as client:
+            response = await client.post(f"{stack.client.url}/v1/completions", content=body)
         assert response.status_code == 413
         assert (await stack.picker.idle())["picker_bodies_held_bytes"] == 0
 
