@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -126,6 +127,17 @@ def _pool_warnings(settings: Settings, endpoints: list[EndpointSpec]) -> Iterato
     silent = [spec.name for spec in endpoints if spec.metrics_url is None]
     if silent:
         yield f"not scraped, so their load is only what Picker sends them: {', '.join(silent[:8])}"
+    names = [spec.address for spec in endpoints if not _is_ip(spec.address)]
+    if names:
+        yield f"Envoy sends requests to IP addresses only, and resolves no names: {', '.join(names[:8])}"
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def _budget(endpoints: list[EndpointSpec]) -> int | None:

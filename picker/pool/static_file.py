@@ -7,7 +7,7 @@ A file with every key:
       kv_events: 5557
     endpoints:
       - name: a                     # unique
-        address: 10.0.0.1:8000      # host:port, ip:port or [ipv6]:port; nothing is resolved here
+        address: 10.0.0.1:8000      # ip:port or [ipv6]:port; host:port only for a gateway that resolves names
         ranks: 2                    # data-parallel ranks behind this one address, each its own endpoint
         labels: {zone: a}
         taints: ["gpu=old:PreferNoSchedule"]

@@ -163,6 +163,13 @@ def test_check_sees_whether_somebody_has_each_role(
     assert expected in result.output if expected else "disaggregation" not in result.output
 
 
+def test_check_says_that_a_gateway_resolves_no_names(tmp_path: Path) -> None:
+    pool = tmp_path / "pool.yaml"
+    pool.write_text("endpoints: [{name: a, address: 'vllm:8000'}, {name: b, address: '10.0.0.1:8000'}]")
+    result = run("check", "--pool-file", str(pool))
+    assert "resolves no names: vllm" in result.output.replace("\n", " ")
+
+
 def test_check_says_that_a_cookie_needs_responses() -> None:
     flags = ["--sessions-affinity", "prefer", "--sessions-cookie", "picker"]
     assert "only a header can say the session" in run("check", *flags).output
