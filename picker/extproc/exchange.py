@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import count, takewhile
+from itertools import takewhile
 from math import inf
 
 from picker.extproc.endpoint_accounts import EndpointAccounts
@@ -15,6 +14,7 @@ from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Booking, Ledger
 from picker.pool.pool import Pool
+from picker.queueing.deadlines import Deadlines
 from picker.queueing.work import Released
 from picker.selection.selector import Candidate
 
@@ -146,9 +146,8 @@ class Exchanges:
     _open: dict[str, RoutedExchange] = field(default_factory=dict)
     _by_gateway_id: dict[str, RoutedExchange] = field(default_factory=dict)
     _awaited: dict[tuple[int, int], list[RoutedExchange]] = field(default_factory=dict)
-    # When each prefill counts as done at the latest, the first one in front.
-    _prefills: list[tuple[float, int, RoutedExchange]] = field(default_factory=list)
-    _serial: count[int] = field(default_factory=count)
+    # When the prefills of those that are open count as done at the latest.
+    _prefills: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         self.accounts = EndpointAccounts(self.pool)
@@ -182,8 +181,7 @@ class Exchanges:
         if last_block is not None:
             self._await(exchange, reader.endpoint.slot, last_block)
         if reader.chosen.uncached_tokens:
-            due = released.booking.booked_at + self._patience(reader.chosen)
-            heappush(self._prefills, (due, next(self._serial), exchange))
+            self._prefills.set(released.work, released.booking.booked_at + self._patience(reader.chosen))
         return exchange
 
     def _patience(self, chosen: Candidate) -> float:
@@ -197,8 +195,8 @@ class Exchanges:
         """Take for granted what nobody tells: the end of prefills whose time is over, and of requests that have been
         open for too long, or whose bookings the ledger has given up.
         """
-        while self._prefills and self._prefills[0][0] <= now:
-            exchange = heappop(self._prefills)[2]
+        while (work := self._prefills.pop_due(now)) is not None:
+            exchange = self._open[work.id]
             if exchange.is_reading:
                 self.stats.prefills_by_time += 1
                 exchange.answered(False)
@@ -275,6 +273,7 @@ class Exchanges:
             del self._by_gateway_id[exchange.gateway_id]
         self.stats.open = len(self._open)
         self._await_no_more(exchange)
+        self._prefills.discard(exchange.released.work)
         self.ledger.release(exchange.booking)
         if exchange.released.prefill is not None:
             self.ledger.release(exchange.released.prefill.booking)

@@ -20,17 +20,9 @@ from picker.extproc.messages import DESTINATION_HEADER
 from picker.simulation.envoy import EnvoyProcess
 from picker.simulation.envoy_config import EnvoyOptions, ResponseObservation, bootstrap
 from picker.simulation.prompts import DEFAULT_TOKENIZER
+from tests.benchmarks.bench_whole import POLICY
 
 SERVER_CORE, OTHER_CORE = 0, 1
-POLICY = """
-default_policy_family: standard
-uncached_isl_buckets: [{min_tokens: 0, bucket: any}]
-policy_classes:
-""" + "".join(
-    f"  - {{name: {name}, policy_family: {name}, cache_bucket: any, quantum: {quantum},"
-    " prefill_busy_threshold: 1000000}\n"
-    for name, quantum in (("premium", 4096), ("standard", 1024), ("batch", 256))
-)
 
 
 @dataclass(slots=True)
