@@ -123,7 +123,7 @@ async def test_an_upload_that_never_ends_is_refused() -> None:
     handler = StubHandler()
     server = ExtProcServer(handler, limits=ConversationLimits(max_body_bytes=1 << 20))
     async with gateway(handler, server=server) as gw:
-        answer = await upload_without_end(gw, 3 << 20)
+        answer = await upload_without_end(gw.envoy.port, 3 << 20)
         assert answer.status == 413
         assert json.loads(answer.body)["error"]["code"] == "body_too_large"
         await eventually(lambda: gw.active_streams == 0)

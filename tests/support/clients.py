@@ -61,9 +61,12 @@ class EarlyAnswer:
     over: bool = False
 
 
-async def upload_without_end(gateway: Gateway, size: int) -> EarlyAnswer:
-    """POST `size` bytes over HTTP/2, without ever ending the request, and take the answer that comes anyway."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.envoy.port)
+async def upload_without_end(port: int, size: int) -> EarlyAnswer:
+    """POST `size` bytes over HTTP/2, without ever ending the request, and take the answer that comes anyway.
+
+    httpx would not do: when a stream is reset while it sends, it raises and the answer is lost.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
     connection = H2Connection()
     connection.initiate_connection()
     headers = [(":method", "POST"), (":path", "/v1/completions"), (":authority", "a"), (":scheme", "http")]
