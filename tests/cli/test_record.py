@@ -50,7 +50,7 @@ def send(telemetry: Telemetry, number: int) -> None:
 
 
 async def listening(telemetry: Telemetry) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not telemetry.recording.wanted:
             await asyncio.sleep(0.01)
 

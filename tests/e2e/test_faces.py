@@ -36,7 +36,7 @@ def crew_of(stack: Stack) -> Crew:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -120,8 +120,9 @@ async def test_a_face_that_is_killed_takes_only_its_own_requests_along(tmp_path:
 
 async def test_who_waits_leaves_with_its_face_and_is_refused_at_the_end(tmp_path: Path) -> None:
     """The engine reads one prompt for longer than the test lasts, and the policy sends it no other meanwhile."""
-    engine = MockEngineSettings(prefill_rate=20.0, shutdown_grace=0.0)
-    changes = {"settings": {"extproc": {"workers": 2}, "queue": {"drain_notice": 0, "drain_grace": 0.2}}}
+    engine = MockEngineSettings(prefill_rate=1.0, shutdown_grace=0.0)
+    queue = {"drain_notice": 0, "drain_grace": 0.2, "assumed_prefill_rate": 1.0}
+    changes = {"settings": {"extproc": {"workers": 2}, "queue": queue}}
     async with running_stack(
         tmp_path, [engine], policy=policy((512, 128), 1), **TWO_FACES | changes
     ) as stack:

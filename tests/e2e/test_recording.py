@@ -36,7 +36,7 @@ async def test_a_recording_is_replayed(tmp_path: Path) -> None:
     ) as stack:
         heard = tmp_path / "heard.jsonl"
         live = asyncio.create_task(_record(stack, heard, requests=4))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not stack.app.telemetry.recording.wanted:
                 await asyncio.sleep(0.01)
         for tail, name in enumerate(("premium", "standard", "premium")):

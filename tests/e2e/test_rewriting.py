@@ -110,7 +110,7 @@ async def test_faces_in_processes_of_their_own_hear_of_the_rules_and_of_new_ones
         policy = stack.app.settings.policy.file
         assert policy is not None
         policy.write_text("model_rewrites: [{match: [chat], targets: [{model: newer}]}]\n")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while b"newer" not in pod.requests[-1].body:
                 assert await status(http, body) == 200
                 await asyncio.sleep(0.05)

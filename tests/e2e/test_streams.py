@@ -89,7 +89,7 @@ async def test_events_flow_while_they_are_made(observation: ResponseObservation,
         for number in range(6):
             await response.write(sse_event(number))
             if number == 0:
-                await asyncio.wait_for(first_seen.wait(), 10)
+                await asyncio.wait_for(first_seen.wait(), 60)
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -164,7 +164,7 @@ async def test_an_upstream_that_breaks_off_is_passed_on_and_followed(
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(sse_event(0))
-        await asyncio.wait_for(first_seen.wait(), 10)
+        await asyncio.wait_for(first_seen.wait(), 60)
         assert request.transport is not None
         request.transport.abort()
         return response

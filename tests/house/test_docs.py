@@ -148,7 +148,9 @@ def _serves(where: str, arguments: list[str]) -> None:
 def test_every_make_target_in_the_docs_and_in_ci_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     ci = re.findall(
-        r'^(?:stage|tests) "[^"]+" make(?: --[a-z-]+)* ([a-z-]+)', (ROOT / ".ci" / "run").read_text(), re.MULTILINE
+        r'^(?:stage|tests) "[^"]+" make(?: --[a-z-]+)* ([a-z-]+)',
+        (ROOT / ".ci" / "run").read_text(),
+        re.MULTILINE,
     )
     assert set(ci) <= targets
     assert ci

@@ -51,7 +51,7 @@ class FakeEngine:
 
     async def subscribed(self) -> None:
         """Wait until somebody listens: what is sent from now on arrives."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while await self._publisher.recv() != b"\x01":
                 pass  # an unsubscription
 
@@ -94,6 +94,6 @@ class FakeEngine:
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait for something that sockets bring about; fails after half a minute."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)

@@ -64,7 +64,7 @@ class Reports:
 
     async def next(self) -> None:
         self._came.clear()
-        await asyncio.wait_for(self._came.wait(), 5)
+        await asyncio.wait_for(self._came.wait(), 60)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ async def test_ranks_that_share_a_page_are_asked_for_once_and_read_their_own(
 
     engine.handler = answer
     scraper.update([engine.spec("a", rank=0), engine.spec("b", rank=1)])
-    await asyncio.wait_for(engine.asked.wait(), 5)
+    await asyncio.wait_for(engine.asked.wait(), 60)
     held.set()
     await reports.next()
     assert (reports.by_uid["a"].running, reports.by_uid["b"].running) == (7, 2)
@@ -221,7 +221,7 @@ async def test_an_answer_on_its_way_is_dropped_when_its_endpoint_leaves(
 
     engine.handler = answer
     scraper.update([engine.spec("old")])
-    await asyncio.wait_for(engine.asked.wait(), 5)
+    await asyncio.wait_for(engine.asked.wait(), 60)
     # Another pod under the same address, while the old pod's answer is on its way.
     scraper.update([engine.spec("new")])
     engine.handler = engine.page("vllm:num_requests_running 1\n")

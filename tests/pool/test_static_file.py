@@ -159,12 +159,12 @@ class Follower:
         self.heard: asyncio.Queue[list[EndpointSpec] | PoolFileError] = asyncio.Queue()
 
     async def names(self) -> list[str]:
-        got = await asyncio.wait_for(self.heard.get(), 5)
+        got = await asyncio.wait_for(self.heard.get(), 60)
         assert isinstance(got, list), got
         return [spec.name for spec in got]
 
     async def error(self) -> PoolFileError:
-        got = await asyncio.wait_for(self.heard.get(), 5)
+        got = await asyncio.wait_for(self.heard.get(), 60)
         assert isinstance(got, PoolFileError), got
         return got
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-async def until(condition: Callable[[], bool], timeout: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
     """Return as soon as `condition()` holds; TimeoutError if it never does."""
     async with asyncio.timeout(timeout):
         while not condition():

@@ -47,7 +47,7 @@ async def raw_http1(gateway: Gateway, request: bytes) -> bytes:
     try:
         writer.write(request)
         await writer.drain()
-        return await asyncio.wait_for(reader.read(), 20)
+        return await asyncio.wait_for(reader.read(), 60)
     finally:
         writer.close()
 
@@ -81,7 +81,7 @@ async def upload_without_end(port: int, size: int) -> EarlyAnswer:
             writer.write(connection.data_to_send())
             await writer.drain()
             if not room or answer.status:
-                _take(connection.receive_data(await asyncio.wait_for(reader.read(65_536), 20)), answer)
+                _take(connection.receive_data(await asyncio.wait_for(reader.read(65_536), 60)), answer)
     finally:
         writer.close()
     return answer

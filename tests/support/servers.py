@@ -52,7 +52,7 @@ class GatewayStream:
 
     async def receive(self) -> ProcessingResponse | None:
         """The next reply; None at the end of the stream."""
-        reply = await asyncio.wait_for(self.call.read(), 10)
+        reply = await asyncio.wait_for(self.call.read(), 60)
         if reply is grpc.aio.EOF:
             return None
         self.received.append(reply)
@@ -107,7 +107,7 @@ async def gateway_client(server: ExtProcServer) -> AsyncIterator[GatewayClient]:
         yield GatewayClient(server, port, channel)
 
 
-async def eventually(holds: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for something that other tasks or processes bring about; fails when it does not come."""
     async with asyncio.timeout(seconds):
         while not holds():  # there is no event to wait for in another process

@@ -21,7 +21,7 @@ def work(tokens: list[int], *, tenant: str = "") -> Work:
 
 
 async def text(listener: Listener) -> str:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await anext(aiter(listener))
 
 
@@ -73,6 +73,6 @@ async def test_listeners_are_few_and_end_with_the_service() -> None:
     live.take(work([1] * 64), "dispatched", 1, 16)
     live.close()
     for listener in listeners:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert len([line async for line in listener]) == 1
     live.listen()
