@@ -20,6 +20,7 @@ BENCHMARKS = {
     "bench_extproc": "The ext_proc path: Picker's server against a bare echo server",
     "bench_whole": "The whole pipeline on one core: what a request costs between its arrival and its answer",
     "bench_gateway": "Behind a real Envoy with an open-loop client: what Picker adds",
+    "bench_profile": "Where that time goes, by py-spy: the first ten",
     "bench_faces": "Several processes: decisions by the core's socket, and a request's cost on either side",
     "bench_queue": "The queue and the choice",
     "bench_scale": "How costs grow with pods, waiting requests, classes, lanes and blocks",

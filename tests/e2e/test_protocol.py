@@ -72,9 +72,8 @@ async def test_an_error_inside_reaches_the_client_at_once(framing: Framing, erro
     async with upstream() as pod:
         handler = StubHandler(pod.address, decide=raising(error))
         async with gateway(handler) as gw:
-            async with asyncio.timeout(
-                20
-            ):  # the case says a second, of a machine with time for it; else it is never
+            # The case says a second, of a machine that has time for it; where it fails it is never.
+            async with asyncio.timeout(20):
                 response = await post(gw, framing, b"x" * 200_000)
             assert response.status_code == 500
             assert response.json()["error"]["code"] == "internal_error"
