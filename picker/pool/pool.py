@@ -12,16 +12,18 @@ from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
 @dataclass(frozen=True, slots=True)
 class PoolChange:
     """What one reconciliation did. `changed` endpoints kept their identity and slot but have a new spec; `shifted` ones
-    have the old one, and may take other requests than before, by what was heard of them.
+    have the old one, and may take other requests than before, by what was heard of them; `adapted` ones, which are told
+    of alone, other LoRA adapters.
     """
 
     added: tuple[Endpoint, ...] = ()
     removed: tuple[Endpoint, ...] = ()
     changed: tuple[Endpoint, ...] = ()
     shifted: tuple[Endpoint, ...] = ()
+    adapted: tuple[Endpoint, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed or self.shifted)
+        return bool(self.respecified or self.shifted or self.adapted)
 
     @property
     def respecified(self) -> bool:
@@ -54,7 +56,9 @@ class Pool:
     # vLLM's default, for endpoints that have not told theirs yet.
     default_block_size: int = 16
     synced: bool = False
+    # They grow with what decides who may be chosen: all of that but the adapters in use, and those.
     version: int = 0
+    adapters_version: int = 0
     stats: PoolStats = field(default_factory=PoolStats)
     _by_uid: dict[str, Endpoint] = field(default_factory=dict)
     _by_slot: list[Endpoint | None] = field(default_factory=list)
@@ -119,7 +123,9 @@ class Pool:
         self.stats.overloads += endpoint.overloaded and not overloaded
         servable = (report.adapters, report.max_adapters)
         served = (before.adapters, before.max_adapters) if before else (frozenset(), None)
-        if servable != served or overloaded != endpoint.overloaded:
+        if servable != served:
+            self._announce(PoolChange(adapted=(endpoint,)))
+        if overloaded != endpoint.overloaded:
             self._announce(PoolChange(shifted=(endpoint,)))
         return endpoint
 
@@ -192,7 +198,10 @@ class Pool:
         return endpoint
 
     def _announce(self, change: PoolChange) -> None:
-        self.version += 1
+        if change.adapted:
+            self.adapters_version += 1
+        else:
+            self.version += 1
         self._block_sizes = None
         self._adapters = None
         self.stats.changes += 1

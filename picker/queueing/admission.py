@@ -73,8 +73,10 @@ class AdmissionQueue:
         self._deadlines = Deadlines()
         self._blocked = BlockedTime()
         self._serial = count()
-        # What has changed since the last poll: the pool, or anything that may let a waiting request go.
+        # What has changed since the last poll: the pool, only the adapters that its engines use, or anything that may
+        # let a waiting request go.
         self._pool_moved = False
+        self._adapters_moved = False
         self._unsettled = False
         # The last poll stopped at its limit.
         self._more = False
@@ -148,7 +150,7 @@ class AdmissionQueue:
         """End the waits that are over and dispatch everything that can go, up to the limit."""
         self._tick.now = now
         outcomes: list[Outcome] = []
-        if self._pool_moved:
+        if self._pool_moved or self._adapters_moved:
             outcomes.extend(self._strand(now))
         if self._deadlines.first() <= now:
             outcomes.extend(self._expire(now))
@@ -363,9 +365,10 @@ class AdmissionQueue:
 
     def _strand(self, now: float) -> Iterator[Outcome]:
         """The pool has changed: refuse those whom nobody can take any more."""
-        self._pool_moved = False
+        adapters_only = not self._pool_moved
+        self._pool_moved = self._adapters_moved = False
         for flow in list(self._ring):
-            for work in flow.queue.reexamine():
+            for work in flow.queue.reexamine(adapters_only=adapters_only):
                 self._gone(work, flow)
                 constraints = work.demand.constraints
                 eligibility = self.selector.eligible(constraints, waiting=True)
@@ -411,6 +414,9 @@ class AdmissionQueue:
         self._unsettled = True
 
     def _pool_changed(self, change: PoolChange) -> None:
+        if change.adapted:
+            self._adapters_moved = self._unsettled = True
+            return
         for endpoint in change.removed:
             for gate in self._gates:
                 gate.forget(endpoint)

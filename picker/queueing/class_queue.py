@@ -145,11 +145,13 @@ class ClassQueue:
             self._ring.correct(flow, work.tenant_period, amount)
             self._stale = True
 
-    def reexamine(self) -> list[Work]:
-        """The pool has changed. Returns, removed, the requests that no endpoint can take now."""
+    def reexamine(self, *, adapters_only: bool) -> list[Work]:
+        """The pool, or only what adapters its engines use, has changed. Returns, removed, the requests that no endpoint
+        can take now.
+        """
         stranded: list[Work] = []
         for flow in self._tenants.values():
-            stranded += flow.queue.lanes.reexamine()
+            stranded += flow.queue.lanes.reexamine(adapters_only=adapters_only)
         for work in stranded:
             self._left(work)
         self._stale = True

@@ -155,20 +155,24 @@ class Lanes:
                 changed = True
         return changed
 
-    def reexamine(self) -> list[Work]:
-        """The pool has changed: ask anew who may use what. Returns, removed, those that nobody can take now."""
+    def reexamine(self, *, adapters_only: bool) -> list[Work]:
+        """The pool, or only what adapters its engines use, has changed: ask anew who may use what. Returns, removed,
+        those that nobody can take now.
+        """
         stranded: list[Work] = []
-        for lane in self._all():
+        lanes = [lane for lane in self._all() if not adapters_only or _has_adapter(lane)]
+        for lane in lanes:
             if lane.constraints is None:
                 stranded += (work for work in lane.queue if not self.eligible(work.demand.constraints))
             elif not self.eligible(lane.constraints):
                 stranded += lane.queue
         for work in stranded:
             self.remove(work)
-        for lane in self._all():
-            if lane.constraints is not None:
-                self._ask(lane, lane.constraints)
-            self._settle(lane)
+        for lane in lanes:
+            if lane.queue:
+                if lane.constraints is not None:
+                    self._ask(lane, lane.constraints)
+                self._settle(lane)
         return stranded
 
     def reach(self) -> int:
@@ -281,6 +285,11 @@ class Lanes:
         yield from self._lanes.values()
         if self._overflow is not None:
             yield self._overflow
+
+
+def _has_adapter(lane: Lane) -> bool:
+    """Does it matter to the lane, or may it, which adapters the engines use?"""
+    return lane.constraints is None or lane.constraints.adapter is not None
 
 
 def _is_latest(entry: _Candidate) -> bool:

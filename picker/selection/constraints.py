@@ -24,6 +24,7 @@ class Ineligible(StrEnum):
     ADAPTER = "adapter"
     STALE = "stale"  # only where another endpoint would do that is heard
     OVERLOADED = "overloaded"  # only where another endpoint would do that is not
+    ADAPTER_FULL = "adapter_full"  # only where another endpoint has the adapter, or a place for it
 
 
 _MAX_TEXT = 400
@@ -108,7 +109,7 @@ class Constraints:
             return Ineligible.TAINT
         if any(not _carries(spec.taints, required) for required in self.required_taints):
             return Ineligible.REQUIRED_TAINT
-        if self.adapter is not None and not _serves(endpoint, self.adapter):
+        if self.adapter is not None and not _can_load(endpoint, self.adapter):
             return Ineligible.ADAPTER
         return None
 
@@ -139,11 +140,19 @@ def _carries(taints: tuple[Taint, ...], required: str) -> bool:
     return any(_names_taint(required, taint) for taint in taints)
 
 
-def _serves(endpoint: Endpoint, adapter: str) -> bool:
-    """Can the endpoint serve this LoRA adapter: declared, loaded, or with a free place to load it?"""
+def has_adapter_place(endpoint: Endpoint, adapter: str) -> bool:
+    """Can the endpoint serve this LoRA adapter now: declared, in use there, or with a free place? An engine whose
+    places are all in use serves it when one of the others has no more requests.
+    """
     if adapter in endpoint.spec.models:
         return True
     report = endpoint.report
     if report is None or report.max_adapters is None:
         return False
     return adapter in report.adapters or len(report.adapters) < report.max_adapters
+
+
+def _can_load(endpoint: Endpoint, adapter: str) -> bool:
+    """Can the endpoint ever serve this LoRA adapter: declared, or does its engine load adapters at all?"""
+    report = endpoint.report
+    return adapter in endpoint.spec.models or (report is not None and report.max_adapters is not None)

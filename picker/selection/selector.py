@@ -16,7 +16,7 @@ from picker.pool.endpoint import Endpoint
 from picker.pool.ledger import Ledger, Load
 from picker.pool.pool import Pool
 from picker.selection.cold_turns import ColdTurns
-from picker.selection.constraints import Constraints, Ineligible
+from picker.selection.constraints import Constraints, Ineligible, has_adapter_place
 from picker.selection.endpoint_share import Claim
 from picker.selection.prompt_keys import PrefixIndex, PromptKeys, cached_tokens
 from picker.selection.sessions import SessionKey, Sessions
@@ -125,6 +125,7 @@ class Selector:
     _eligible: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_waiting: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_version: int = -1
+    _adapters_version: int = -1
 
     def __post_init__(self) -> None:
         self.pool.subscribe(self.cold_turns.pool_changed)
@@ -133,6 +134,8 @@ class Selector:
         """Who may take such a request now, remembered until the pool changes."""
         if self._eligible_version != self.pool.version:
             self._forget_eligible()
+        elif constraints.adapter is not None and self._adapters_version != self.pool.adapters_version:
+            self._forget_adapters()
         # To wait makes a difference only for a request that is pinned.
         remembered = self._eligible_waiting if waiting and constraints.pin is not None else self._eligible
         found = remembered.get(constraints)
@@ -146,6 +149,13 @@ class Selector:
         self._eligible.clear()
         self._eligible_waiting.clear()
         self._eligible_version = self.pool.version
+        self._adapters_version = self.pool.adapters_version
+
+    def _forget_adapters(self) -> None:
+        for remembered in (self._eligible, self._eligible_waiting):
+            for constraints in [each for each in remembered if each.adapter is not None]:
+                del remembered[constraints]
+        self._adapters_version = self.pool.adapters_version
 
     def cached(
         self,
@@ -278,12 +288,19 @@ class Selector:
         for passed_over, reason in (
             (self.pool.stale_mask, Ineligible.STALE),
             (self.pool.overloaded_mask, Ineligible.OVERLOADED),
+            (self._full_mask(constraints.adapter), Ineligible.ADAPTER_FULL),
         ):
             others = mask & ~passed_over
             if others and others != mask:
                 refused |= {endpoint.slot: reason for endpoint in self.pool.in_mask(mask & ~others)}
                 mask = others
         return Eligibility(mask, refused)
+
+    def _full_mask(self, adapter: str | None) -> int:
+        """The endpoints where the adapter would have to wait for a place."""
+        if adapter is None:
+            return 0
+        return sum(endpoint.bit for endpoint in self.pool if not has_adapter_place(endpoint, adapter))
 
     def _draw(self, costs: list[float], temperature: float) -> int:
         """The position of the lowest cost, ties at random; with a temperature, of any cost, by softmax over the

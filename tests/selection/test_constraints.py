@@ -133,7 +133,8 @@ ADAPTER: Dimension = [
     both("declared", {"adapter": "lora"}, {"models": frozenset({"lora"})}, None),
     both("loaded", {"adapter": "lora"}, adapters("lora", "x", room=2), None),
     both("room for it", {"adapter": "lora"}, adapters("x", room=2), None),
-    both("no room", {"adapter": "lora"}, adapters("x", "y", room=2), Ineligible.ADAPTER),
+    both("a place in time", {"adapter": "lora"}, adapters("x", "y", room=2), None),
+    both("no places at all", {"adapter": "lora"}, adapters(room=None), Ineligible.ADAPTER),
     both("no report", {"adapter": "lora"}, {}, Ineligible.ADAPTER),
 ]
 
@@ -167,11 +168,11 @@ def test_every_combination_is_refused_for_the_first_of_its_reasons() -> None:
             expected = min(reasons, key=PRECEDENCE.index, default=None)
             assert constraints.refuse(candidate, waiting=waiting) is expected, [cell[0] for cell in row]
             tried += 1
-    assert tried == 2 * 4 * 3 * 3 * 2 * 4 * 3 * 11 * 6
+    assert tried == 2 * 4 * 3 * 3 * 2 * 4 * 3 * 11 * 7
 
 
 def test_every_reason_and_every_effect_has_been_tried() -> None:
-    of_the_fleet = {"stale", "overloaded"}
+    of_the_fleet = {"stale", "overloaded", "adapter_full"}
     assert set(Ineligible) - set(PRECEDENCE) <= of_the_fleet, "a reason that no combination gives"
     tried = {taint.effect for _, _, found, _, _ in TAINTS for taint in found.get("taints", ())}
     assert tried == set(TaintEffect)
