@@ -93,4 +93,4 @@ class PoolShape(Protocol):
         """The sizes of the endpoints' KV blocks, in tokens."""
 
     def adapters(self) -> Collection[str]:
-        """The models that any engine reports as a LoRA adapter of its own."""
+        """The models that engines have named as LoRA adapters of theirs."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from picker.pool.endpoint import Endpoint, EndpointSpec, EngineReport
+
+# Names of LoRA adapters that are remembered.
+_MAX_ADAPTERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ class Pool:
     _free_slots: list[int] = field(default_factory=list)
     _listeners: list[Callable[[PoolChange], None]] = field(default_factory=list)
     _block_sizes: dict[int, int] | None = None
-    _adapters: frozenset[str] | None = None
+    # Every LoRA adapter that an engine has named, the one named longest ago first.
+    _adapters: dict[str, None] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._by_uid)
@@ -124,6 +128,7 @@ class Pool:
         servable = (report.adapters, report.max_adapters)
         served = (before.adapters, before.max_adapters) if before else (frozenset(), None)
         if servable != served:
+            self._remember(report.adapters)
             self._announce(PoolChange(adapted=(endpoint,)))
         if overloaded != endpoint.overloaded:
             self._announce(PoolChange(shifted=(endpoint,)))
@@ -163,12 +168,21 @@ class Pool:
         if changed:
             self._announce(PoolChange(shifted=tuple(changed)))
 
-    def adapters(self) -> frozenset[str]:
-        """The models that any engine reports as a LoRA adapter of its own."""
-        if self._adapters is None:
-            reports = (endpoint.report for endpoint in self)
-            self._adapters = frozenset().union(*(report.adapters for report in reports if report))
-        return self._adapters
+    def adapters(self) -> KeysView[str]:
+        """The models that engines have named as LoRA adapters of theirs. They name those that they run requests of;
+        one that has none now has its blocks there all the same.
+        """
+        return self._adapters.keys()
+
+    def _remember(self, adapters: frozenset[str]) -> None:
+        if not any(endpoint.report and endpoint.report.max_adapters is not None for endpoint in self):
+            # No engine loads adapters any more: a model of such a name is a model now.
+            self._adapters.clear()
+        for name in adapters:
+            self._adapters.pop(name, None)
+            self._adapters[name] = None
+        while len(self._adapters) > _MAX_ADAPTERS:
+            del self._adapters[next(iter(self._adapters))]
 
     def learn_block_size(self, endpoint: Endpoint, block_size: int) -> None:
         """KV events tell the size of the blocks that the engine really uses."""
@@ -203,7 +217,6 @@ class Pool:
         else:
             self.version += 1
         self._block_sizes = None
-        self._adapters = None
         self.stats.changes += 1
         for listener in self._listeners:
             listener(change)

@@ -103,6 +103,20 @@ def test_reports_are_news_only_where_they_change_who_may_be_chosen() -> None:
     assert pool.report("gone", EngineReport(at=1.0)) is None
 
 
+def test_an_adapter_without_requests_is_still_one() -> None:
+    pool, _ = pool_of("a")
+    for at, names in enumerate([{"lora", "other"}, {"other"}, set[str]()]):
+        pool.report("a", EngineReport(at=float(at), adapters=frozenset(names), max_adapters=2))
+        assert pool.adapters() == {"lora", "other"}
+    for number in range(5000):
+        pool.report("a", EngineReport(at=3.0, adapters=frozenset({str(number)}), max_adapters=2))
+    assert len(pool.adapters()) == 4096
+    assert "4999" in pool.adapters()
+    assert "lora" not in pool.adapters()
+    pool.report("a", EngineReport(at=4.0))
+    assert not pool.adapters(), "no engine loads any"
+
+
 def test_block_sizes_follow_events_then_reports_then_configuration() -> None:
     pool, _ = pool_of("a", "b")
     assert pool.block_sizes() == {16: 0b11}
