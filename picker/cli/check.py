@@ -112,6 +112,9 @@ def _settings_warnings(settings: Settings) -> Iterator[str]:
     for model, directory in settings.tokens.models.items():
         if not (directory / "tokenizer.json").is_file():
             yield f"tokens.models: {directory} of {model} has no tokenizer.json"
+    for model in settings.tokens.chat_template_kwargs:
+        if model not in settings.tokens.models and "*" not in settings.tokens.models:
+            yield f"tokens.chat_template_kwargs: {model} has no tokenizer under tokens.models"
 
 
 def _accepts(trust: HintTrust, hint: str) -> bool:

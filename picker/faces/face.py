@@ -72,6 +72,7 @@ class Face:
                 template_characters=settings.tokens.max_template_characters,
                 cache_bytes=settings.tokens.cache,
             ),
+            template_defaults=settings.tokens.chat_template_kwargs,
         )
         self.pipeline = Pipeline(
             preparation=Preparation(

@@ -10,6 +10,7 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -249,6 +250,11 @@ class TokenSettings(Section):
 
     models: dict[str, Path] = Field(
         {}, description="Directory with tokenizer.json by model name; `*` stands for every other model."
+    )
+    chat_template_kwargs: dict[str, dict[str, JsonValue]] = Field(
+        {},
+        description="What a model's engines are started with as `--default-chat-template-kwargs`, by the same names; a"
+        " request's own come first.",
     )
     threads: PositiveInt = Field(4, description="Threads that tokenize.")
     timeout: PositiveFloat = Field(2.0, description="Seconds for one prompt; past it, its size is estimated.")

@@ -10,9 +10,9 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from picker.requests import ChatPrompt, InferenceRequest, TextPrompts, TokenPrompts
 from picker.tokens.budget import TokenBudget
@@ -23,6 +23,7 @@ from picker.tokens.model import Abandoned, ModelTokenizer, NoTemplate, truncate
 from picker.tokens.sandbox import TemplateFailed, TemplateOverLimit, TemplateTimeout
 
 _Ids: TypeAlias = "tuple[array[int], ...]"
+_Entry = TypeVar("_Entry")
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,8 @@ class Tokenizers:
     """Tokenizers by model name, with a shared cache and a small pool of worker threads.
 
     Belongs to one event loop; nothing that it does there takes long. `clock` gives seconds, `observe` is told the
-    seconds that each request waited for its tokens.
+    seconds that each request waited for its tokens. `template_defaults`: by the same names as the models, what the
+    engine adds for the chat template where the request does not.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Tokenizers:
         models: Mapping[str, str | Path],
         budget: TokenBudget | None = None,
         *,
+        template_defaults: Mapping[str, Mapping[str, Any]] | None = None,
         clock: Callable[[], float] = time.monotonic,
         observe: Callable[[float], None] | None = None,
     ) -> None:
@@ -95,6 +98,7 @@ class Tokenizers:
         self._cache = ChunkCache(self.budget.cache_bytes)
         by_directory = {Path(directory): _Model(Path(directory)) for directory in models.values()}
         self._models = {name: by_directory[Path(directory)] for name, directory in models.items()}
+        self._template_defaults = dict(template_defaults or {})
         self._workers = ThreadPoolExecutor(self.budget.threads, thread_name_prefix="tokens")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="tokens-load")
         self._clock = clock
@@ -146,25 +150,19 @@ class Tokenizers:
         size = request.size_bytes or text_bytes(request)
         if size > self.budget.max_bytes:
             return EstimateReason.TOO_LARGE
-        model = self._model_for(request.model)
+        model = _named(self._models, request.model)
         if model is None or (model.tokenizer is None and self._clock() < model.retry_at):
             return EstimateReason.NO_TOKENIZER
         if self._clock() < model.closed_until:
             return EstimateReason.BREAKER_OPEN
+        if isinstance(prompt, ChatPrompt) and (defaults := _named(self._template_defaults, request.model)):
+            prompt = replace(prompt, template_kwargs={**defaults, **prompt.template_kwargs})
         if model.tokenizer is not None and size <= self.budget.inline_bytes:
             try:
                 return self._encode(model, prompt, _INLINE_TEMPLATE_SECONDS, lambda: False)
             except TemplateTimeout:
                 pass
         return await self._in_worker(model, prompt)
-
-    def _model_for(self, name: str | None) -> _Model | None:
-        """By exact name; SGLang's `base:adapter` goes by its base; else the directory for any model."""
-        if name is not None:
-            found = self._models.get(name) or self._models.get(name.partition(":")[0])
-            if found is not None:
-                return found
-        return self._models.get(ANY_MODEL)
 
     async def _in_worker(self, model: _Model, prompt: TextPrompts | ChatPrompt) -> _Ids | EstimateReason:
         """Do the work in a thread. A request that times out or is cancelled before its turn gives its place up. Work
@@ -276,3 +274,12 @@ class Tokenizers:
             logger.error(
                 "%s: no tokenizer: %s", model.directory, ascii(f"{type(error).__name__}: {error}"[:300])
             )
+
+
+def _named(entries: Mapping[str, _Entry], name: str | None) -> _Entry | None:
+    """By exact name; SGLang's `base:adapter` goes by its base; else what is for any model."""
+    if name is not None:
+        found = entries.get(name) or entries.get(name.partition(":")[0])
+        if found is not None:
+            return found
+    return entries.get(ANY_MODEL)

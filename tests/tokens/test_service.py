@@ -154,6 +154,36 @@ async def test_templates_that_do_not_serve(
     assert (count.reason, count.count >= 1) == (reason, True)
 
 
+async def test_what_the_engine_adds_for_the_template_counts_where_the_request_says_nothing(
+    tmp_path: Path, trained: Callable[[str], Tokenizer]
+) -> None:
+    template = "{{ 'yes' if enable_thinking else 'no' }} {{ style }} {{ messages[0].content }}"
+    directory = save(trained("byte_bpe"), tmp_path, template)
+    tokens = Tokenizers(
+        {"m": directory, "*": directory},
+        TokenBudget(seconds=30.0),
+        template_defaults={"m": {"enable_thinking": False, "style": "brief"}},
+    )
+
+    async def ids(text: str) -> tuple[array[int], ...] | None:
+        return (
+            await tokens.tokenize(InferenceRequest(Route.COMPLETIONS, "m", TextPrompts((text,), False)))
+        ).ids
+
+    try:
+        own = {"enable_thinking": True}
+        for model, kwargs, rendered in (
+            ("m", {}, "no brief hi"),
+            ("m", own, "yes brief hi"),
+            ("m:adapter", {}, "no brief hi"),
+            ("other", own, "yes  hi"),
+        ):
+            request = InferenceRequest(Route.CHAT, model, ChatPrompt((USER,), template_kwargs=kwargs))
+            assert (await tokens.tokenize(request)).ids == await ids(rendered), (model, kwargs)
+    finally:
+        await tokens.close()
+
+
 async def test_texts_beyond_the_bound_are_not_tokenized(model_directory: Directory) -> None:
     count, _ = await tokenize(text(PROSE), model_directory("byte_bpe"), max_bytes=1000)
     assert (count.reason, count.count) == (EstimateReason.TOO_LARGE, len(PROSE) // 4)
