@@ -225,7 +225,7 @@ def _kinds(annotation: Any) -> list[str]:
     if origin is Annotated:
         return _kinds(get_args(annotation)[0])
     if origin is dict:
-        return ["name=path,..."]
+        return ["name=path,..." if get_args(annotation)[1] is Path else "JSON object"]
     if origin is tuple:
         return [f"{kind},..." for kind in _kinds(get_args(annotation)[0])]
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):

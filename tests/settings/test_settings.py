@@ -87,6 +87,9 @@ def test_maps_from_text(tmp_path: Path) -> None:
     expected = {"a": Path("/models/a"), "b": Path("/models/b")}
     for text in ("a=/models/a, b=/models/b", '{"a": "/models/a", "b": "/models/b"}'):
         assert load_settings(environ={"PICKER_TOKENS__MODELS": text}).tokens.models == expected
+    kwargs = '{"m": {"enable_thinking": false, "depth": 2}}'
+    tokens = load_settings(environ={"PICKER_TOKENS__CHAT_TEMPLATE_KWARGS": kwargs}).tokens
+    assert tokens.chat_template_kwargs == {"m": {"enable_thinking": False, "depth": 2}}
 
 
 def test_an_optional_setting_is_cleared_by_null_or_nothing(tmp_path: Path) -> None:
