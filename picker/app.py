@@ -351,6 +351,7 @@ class App:
         endpoint = self.pool.report(uid, report)
         if endpoint is not None:
             self.ledger.correct(endpoint, report)
+            self.calibration.inter_token.observe(endpoint.slot, report)
             self.queue.reported(endpoint)
             self.dispatcher.kick()
 

@@ -1,4 +1,7 @@
-"""How fast each endpoint prefills, learned from first-byte times: no calibration job, no constants of one GPU."""
+"""How fast each endpoint is, learned from what is seen: no calibration job, no constants of one GPU.
+
+How fast it prefills is learned from first-byte times; how fast it decodes, from what its engine reports.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,50 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from picker.pool.endpoint import EngineReport
 from picker.pool.pool import PoolChange
+
+
+@dataclass(slots=True)
+class InterTokenTimes:
+    """Seconds between two tokens of an answer, of each endpoint whose engine reports them.
+
+    A sample is the mean over the tokens between two reports, `min_tokens` of them or more: where there were fewer, the
+    next report is waited for. The median of the samples is that of decoding by itself, as most of them see no prefill.
+    """
+
+    window: int = 64
+    min_samples: int = 8
+    min_tokens: int = 32
+    # By slot, of those endpoints that are known. Read only.
+    known: dict[int, float] = field(default_factory=dict)
+    _samples: dict[int, deque[float]] = field(default_factory=dict)
+    # Where the sample that is under way began: seconds and tokens since the engine's start.
+    _since: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+    def observe(self, slot: int, report: EngineReport) -> None:
+        if report.inter_token_seconds is None or report.inter_tokens is None:
+            return
+        now = (report.inter_token_seconds, report.inter_tokens)
+        before = self._since.setdefault(slot, now)
+        seconds, tokens = now[0] - before[0], now[1] - before[1]
+        if tokens < 0 or seconds < 0:
+            # The engine has started anew.
+            self._since[slot] = now
+        elif tokens >= self.min_tokens:
+            self._since[slot] = now
+            self._learn(slot, seconds / tokens)
+
+    def forget(self, slot: int) -> None:
+        self.known.pop(slot, None)
+        self._samples.pop(slot, None)
+        self._since.pop(slot, None)
+
+    def _learn(self, slot: int, sample: float) -> None:
+        samples = self._samples.setdefault(slot, deque(maxlen=self.window))
+        samples.append(sample)
+        if len(samples) >= self.min_samples:
+            self.known[slot] = median(samples)
 
 
 @dataclass(slots=True)
@@ -32,6 +78,7 @@ class Calibration:
     typical: float | None = None
     # By slot: how many times as long as a typical endpoint it takes; who is not in it is typical. Read only.
     slowness: dict[int, float] = field(default_factory=dict)
+    inter_token: InterTokenTimes = field(default_factory=InterTokenTimes)
     _samples: dict[int, deque[float]] = field(default_factory=dict)
     _paces: dict[int, _Paces] = field(default_factory=dict)
 
@@ -60,6 +107,7 @@ class Calibration:
             self.slowness.pop(endpoint.slot, None)
             for paces in self._paces.values():
                 paces.forget(endpoint.slot)
+            self.inter_token.forget(endpoint.slot)
         if change.removed:
             self.typical = median(self.rates.values()) if self.rates else None
 

@@ -57,7 +57,9 @@ class EndpointSpec:
 class EngineReport:
     """One scrape of an engine's metrics. None means not reported or not a number, never zero.
 
-    `at` is on the clock of the caller (seconds); `kv_usage` is a fraction 0..1 of blocks held by requests.
+    `at` is on the clock of the caller (seconds); `kv_usage` is a fraction 0..1 of blocks held by requests. The last
+    four count from the engine's start: tokens looked up in its cache and found there, and the seconds between two
+    tokens of an answer, with how many of such gaps there were.
     """
 
     at: float
@@ -70,6 +72,8 @@ class EngineReport:
     max_adapters: int | None = None
     prefix_hits: float | None = None
     prefix_queries: float | None = None
+    inter_token_seconds: float | None = None
+    inter_tokens: float | None = None
 
 
 class Endpoint:

@@ -3,7 +3,7 @@
 A vLLM page has about 600 lines and a dozen matter: names are searched for, and only their lines read.
 
 How several series of one metric become one figure:
-- counts (running, waiting, blocks, hits, queries) are summed over data-parallel ranks and models;
+- counts (running, waiting, blocks, hits, queries) and seconds are summed over data-parallel ranks and models;
 - KV usage is the maximum over ranks: the fullest rank is the one that preempts first;
 - a value that is NaN, infinite, negative or no number makes the figure unknown (None), never 0: the rest of a
   sum would look like a load that nobody reported.
@@ -67,6 +67,9 @@ class _Vocabulary:
     queries: tuple[_Metric, ...] = ()
     block_size: tuple[_Metric, ...] = ()
     num_blocks: tuple[_Metric, ...] = ()
+    # The sum and the count of a histogram: seconds between the tokens of an answer.
+    inter_token_seconds: tuple[_Metric, ...] = ()
+    inter_tokens: tuple[_Metric, ...] = ()
     # A metric that carries the block size and the number of blocks as labels.
     cache_info: str | None = None
     lora_info: str | None = None
@@ -84,6 +87,14 @@ _VOCABULARIES = {
         kv_usage=(_Metric("vllm:kv_cache_usage_perc"), _Metric("vllm:gpu_cache_usage_perc")),
         hits=(_Metric("vllm:prefix_cache_hits_total"),),
         queries=(_Metric("vllm:prefix_cache_queries_total"),),
+        inter_token_seconds=(
+            _Metric("vllm:inter_token_latency_seconds_sum"),
+            _Metric("vllm:time_per_output_token_seconds_sum"),
+        ),
+        inter_tokens=(
+            _Metric("vllm:inter_token_latency_seconds_count"),
+            _Metric("vllm:time_per_output_token_seconds_count"),
+        ),
         cache_info="vllm:cache_config_info",
         lora_info="vllm:lora_requests_info",
     ),
@@ -96,6 +107,8 @@ _VOCABULARIES = {
         queries=(_Metric("sglang:prompt_tokens_total"),),
         block_size=(_Metric("sglang:page_size"),),
         num_blocks=(_Metric("sglang:num_pages"),),
+        inter_token_seconds=(_Metric("sglang:inter_token_latency_seconds_sum"),),
+        inter_tokens=(_Metric("sglang:inter_token_latency_seconds_count"),),
     ),
     # The names of trtllm-serve, then those of Triton's TensorRT-LLM backend.
     EngineKind.TRTLLM: _Vocabulary(
@@ -120,6 +133,9 @@ _VOCABULARIES = {
             _Metric("trtllm_kv_cache_max_blocks"),
             _triton("kv_cache_block_metrics", "kv_cache_block_type", "max"),
         ),
+        # One for each request: its mean.
+        inter_token_seconds=(_Metric("trtllm_time_per_output_token_seconds_sum"),),
+        inter_tokens=(_Metric("trtllm_time_per_output_token_seconds_count"),),
     ),
 }
 
@@ -149,6 +165,8 @@ def parse_engine_report(text: str, kind: EngineKind | None, rank: int | None, no
         max_adapters=max_adapters,
         prefix_hits=page.combined(names.hits, math.fsum),
         prefix_queries=page.combined(names.queries, math.fsum),
+        inter_token_seconds=page.combined(names.inter_token_seconds, math.fsum),
+        inter_tokens=page.combined(names.inter_tokens, math.fsum),
     )
 
 

@@ -120,9 +120,12 @@ class CorePicker:
                 kv_usage=model.cache.usage,
                 block_size=model.shape.block_size,
                 num_blocks=model.shape.num_blocks,
+                inter_token_seconds=model.stats.inter_token_seconds,
+                inter_tokens=model.stats.inter_tokens,
             )
             self.pool.report(endpoint.spec.uid, report)
             self.ledger.correct(endpoint, report)
+            self.calibration.inter_token.observe(endpoint.slot, report)
             self.queue.reported(endpoint)
 
     def _work(self, now: float, arrival: Arrival) -> Work:

@@ -142,6 +142,9 @@ class EngineStats:
     prefix_hits: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
+    # Tokens after the first of their answer, and the seconds that they came after the one before.
+    inter_tokens: int = 0
+    inter_token_seconds: float = 0.0
     preemptions: int = 0
     aborted: int = 0
     busy_seconds: float = 0.0
@@ -245,8 +248,11 @@ class EngineModel:
     def end(self, step: Step) -> Outcome:
         """Account for a step that has run (perhaps cut short)."""
         self._iteration += step.iterations
-        self._context += self._decoding * step.iterations
-        self.stats.generated_tokens += self._decoding * step.iterations
+        decoded = self._decoding * step.iterations
+        self._context += decoded
+        self.stats.generated_tokens += decoded
+        self.stats.inter_tokens += decoded
+        self.stats.inter_token_seconds += decoded * step.iteration_seconds
         self.stats.prefill_tokens += step.prefill_tokens
         self.stats.busy_seconds += step.iterations * step.iteration_seconds
         finished = self._finish_decoding()

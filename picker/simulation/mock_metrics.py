@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from picker.simulation.engine_model import EngineModel
@@ -64,10 +64,21 @@ class EngineMetrics(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens.", served.prompt_tokens)
         yield self._counter("prompt_tokens_cached", "Cached prompt tokens.", served.cached_prompt_tokens)
         yield self._counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
+        yield self._inter_token_times()
         yield self._counter("num_preemptions", "Preemptions.", stats.preemptions)
         yield self._family(
             CounterMetricFamily, "request_success", "Finished requests.", "finished_reason", served.finished
         )
+
+    def _inter_token_times(self) -> Metric:
+        """Their sum and count are all that anybody reads: one bucket."""
+        stats = self._model.stats
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Seconds between tokens.", labels=list(self._labels)
+        )
+        buckets = [("+Inf", float(stats.inter_tokens))]
+        family.add_metric(list(self._labels.values()), buckets, stats.inter_token_seconds)
+        return family
 
     def _cache_config(self) -> Metric:
         shape = self._model.shape

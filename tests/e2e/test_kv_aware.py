@@ -70,6 +70,16 @@ async def test_what_engines_report_is_compared_with_the_predictions(tmp_path: Pa
         assert stats.absolute_error == 0
 
 
+async def test_how_fast_an_engine_decodes_is_learned_from_its_metrics(tmp_path: Path) -> None:
+    engines = [MockEngineSettings(name="pod-0", prefill_rate=1e6, iteration_time=0.002)]
+    async with running_stack(tmp_path, engines, settings={"pool": {"scrape_interval": 0.1}}) as stack:
+        known = stack.app.calibration.inter_token.known
+        async with asyncio.timeout(60):
+            while not known:
+                await stack.complete([1] * 32, max_tokens=200)
+        assert known[0] == pytest.approx(0.002), "by the engine's own clock, however late it is"
+
+
 async def test_events_alone_are_enough_to_know_what_is_cached(tmp_path: Path) -> None:
     """With predictions switched off in effect, what the engine stores is known from its events."""
     engines = [MockEngineSettings(name=f"pod-{number}", prefill_rate=1e6) for number in range(2)]

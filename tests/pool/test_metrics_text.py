@@ -28,6 +28,8 @@ def test_a_real_vllm_page_under_load() -> None:
         num_blocks=80,
         prefix_hits=1216.0,
         prefix_queries=7325.0,
+        inter_token_seconds=6.82464576300481,
+        inter_tokens=3061.0,
     )
 
 
@@ -193,6 +195,43 @@ def test_the_engine_is_detected_where_the_source_is_silent_or_wrong() -> None:
     assert read(SGLANG, kind=None) == read(SGLANG, kind=EngineKind.TRTLLM) == read(SGLANG, EngineKind.SGLANG)
     assert detect_engine("http_requests_total 5") is None
     assert read("<html>no metrics here</html>", kind=None) == EngineReport(at=5.0)
+
+
+@pytest.mark.parametrize(
+    ("histogram", "kind"),
+    [
+        ("vllm:inter_token_latency_seconds", EngineKind.VLLM),
+        ("vllm:time_per_output_token_seconds", EngineKind.VLLM),
+        ("sglang:inter_token_latency_seconds", EngineKind.SGLANG),
+        ("trtllm_time_per_output_token_seconds", EngineKind.TRTLLM),
+    ],
+)
+def test_every_engines_inter_token_times(histogram: str, kind: EngineKind) -> None:
+    running = {
+        EngineKind.VLLM: "vllm:num_requests_running",
+        EngineKind.SGLANG: "sglang:num_running_reqs",
+        EngineKind.TRTLLM: "trtllm_num_requests_running",
+    }
+    lines = [
+        f'{histogram}_bucket{{model_name="m",le="0.1"}} 1',
+        f'{histogram}_sum{{model_name="m"}} 2.5',
+        f'{histogram}_count{{model_name="m"}} 100',
+        f'{running[kind]}{{model_name="m"}} 1',
+    ]
+    report = read("\n".join(lines), kind)
+    assert (report.inter_token_seconds, report.inter_tokens) == (2.5, 100.0)
+
+
+def test_the_time_between_tokens_is_that_of_the_rank() -> None:
+    lines = list(TWO_ENGINES)
+    for rank, seconds in enumerate((1.0, 4.0)):
+        lines += [
+            f'vllm:inter_token_latency_seconds_sum{{engine="{rank}"}} {seconds}',
+            f'vllm:inter_token_latency_seconds_count{{engine="{rank}"}} 100',
+        ]
+    reports = [read("\n".join(lines), rank=rank) for rank in (None, 0, 1)]
+    assert [each.inter_token_seconds for each in reports] == [5.0, 1.0, 4.0]
+    assert [each.inter_tokens for each in reports] == [200.0, 100.0, 100.0]
 
 
 names = st.sampled_from(

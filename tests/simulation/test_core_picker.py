@@ -75,3 +75,14 @@ def test_bookings_are_gone_when_everything_has_ended() -> None:
     assert len(picker.queue) == 0
     assert all(picker.ledger.load(pod.index).running == 0 for pod in cluster)
     assert all(picker.ledger.load(pod.index).prefill_tokens == 0 for pod in cluster)
+
+
+def test_how_fast_the_pods_decode_is_learned_from_their_reports() -> None:
+    cluster = pods(2)
+    picker = CorePicker(Policy.default(), cluster)
+    Replay(cluster, picker).run([Arrival(0.1 * index, 100, 50) for index in range(400)])
+    known = picker.calibration.inter_token.known
+    assert set(known) == {0, 1}
+    assert all(0.005 <= seconds < 0.01 for seconds in known.values()), (
+        "an iteration without prefill takes 5 ms"
+    )

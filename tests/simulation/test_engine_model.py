@@ -184,6 +184,9 @@ def test_everybody_finishes_and_long_steps_change_nothing(
         assert model.cache.usage == 0.0
         assert all(result.first[each] <= result.last[each] for _, each in jobs)
         assert all(model.generated(each) == each.output_tokens for _, each in jobs)
+        prompts = len(jobs) + model.stats.preemptions
+        assert model.stats.inter_tokens >= model.stats.generated_tokens - prompts
+        assert model.stats.inter_token_seconds == pytest.approx(model.stats.inter_tokens * TICK.base)
         results.append(
             [(result.first[each], result.last[each], each.cached_tokens) for _, each in jobs]
             + [(model.stats.prefix_hits, model.stats.preemptions)]

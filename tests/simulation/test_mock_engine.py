@@ -214,6 +214,7 @@ async def test_metrics_have_vllms_names_and_labels(client: aiohttp.ClientSession
     assert f"vllm:kv_cache_usage_perc{labels} 0.0" in lines
     assert f"vllm:generation_tokens_total{labels} 6.0" in lines
     assert f"vllm:time_to_first_token_seconds_count{labels} 2.0" in lines
+    assert f"vllm:inter_token_latency_seconds_count{labels} 4.0" in lines
     config = next(line for line in lines if line.startswith("vllm:cache_config_info"))
     assert 'block_size="32"' in config
     assert 'num_gpu_blocks="80"' in config
