@@ -102,6 +102,12 @@ class CostWeights:
     running_tokens: Weight = Field(
         default=64.0, description="What one running request on the endpoint costs, in tokens."
     )
+    decode_interference: Weight = Field(
+        default=0.0,
+        description="What one running request costs, in inter-token times of the endpoint, each worth the tokens of"
+        " prefill that take as long. It replaces `running_tokens` once the inter-token time and the prefill rate are"
+        " learned. 0: off.",
+    )
     kv_usage_tokens: Weight = Field(
         default=0.0, description="What a full KV cache costs, in tokens; in proportion below that."
     )

@@ -41,15 +41,15 @@ class Demand:
 
 
 # As in `Candidate`, but plain, as there are many of them and few are looked at.
-Terms = tuple[Endpoint, int, int, int, int, float, float, float, float, float]
+Terms = tuple[Endpoint, int, int, int, int, float, float, float, float, float, float]
 
 
 class Candidate(NamedTuple):
     """One endpoint's terms in a decision, in tokens, but for `running` (requests).
 
-    The last five are weighted tokens: what it costs on top because its prefill would hold up those who come after,
-    because others should have a turn at a cold prompt, because the class is over its share there, and because the
-    session was elsewhere; and the cost in all.
+    The last six are weighted tokens: what it costs because those who decode there hold it up (where their pace is
+    learned), and on top because its prefill would hold up those who come after, because others should have a turn at a
+    cold prompt, because the class is over its share there, and because the session was elsewhere; and the cost in all.
     """
 
     endpoint: Endpoint
@@ -57,6 +57,7 @@ class Candidate(NamedTuple):
     uncached_tokens: int
     booked_prefill_tokens: int
     running: int
+    interference: float
     crowding: float
     cold_turn: float
     over_share: float
@@ -249,6 +250,8 @@ class Selector:
         slowness = self.calibration.slowness
         uncached_weight, load_weight = weights.uncached, weights.prefill_load
         running_weight, kv_weight = weights.running_tokens, weights.kv_usage_tokens
+        decode_weight = weights.decode_interference * (self.calibration.typical or 0.0)
+        gaps = self.calibration.inter_token.known if decode_weight else None
         crowd = _crowd(loads, weights)
         turns: Mapping[int, float] = {}
         if not cached and weights.cold_turn and _is_cold(demand):
@@ -265,7 +268,9 @@ class Selector:
             slow = slowness.get(slot, 1.0)
             crowding = crowd * (raw - found) * slow
             cost = (uncached_weight * (raw - found) + load_weight * booked) * slow + crowding
-            cost += running_weight * running
+            gap = gaps.get(slot) if gaps else None
+            interference = decode_weight * gap * running if gap is not None else 0.0
+            cost += interference if gap is not None else running_weight * running
             if kv_weight and endpoint.report and endpoint.report.kv_usage:
                 cost += kv_weight * endpoint.report.kv_usage
             if endpoint.spec.taints:
@@ -274,7 +279,9 @@ class Selector:
             over = claim.surcharge(load, raw - found) if claim is not None else 0.0
             off = away if endpoint is not home else 0.0
             cost += turn + over + off
-            weighed.append((endpoint, found, raw - found, booked, running, crowding, turn, over, off, cost))
+            weighed.append(
+                (endpoint, found, raw - found, booked, running, interference, crowding, turn, over, off, cost)
+            )
         return weighed
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:

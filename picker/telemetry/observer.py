@@ -187,6 +187,8 @@ def _candidate(weighed: Weighed) -> Candidate:
         "booked_prefill_tokens": weighed.booked_prefill_tokens,
         "running_requests": weighed.running,
     }
+    if weighed.interference:
+        terms["decode_interference"] = weighed.interference
     if weighed.crowding:
         terms["crowding"] = weighed.crowding
     if weighed.cold_turn:

@@ -42,7 +42,7 @@ class FirstFree(Selector):
 
     def choose(self, demand: Demand, mask: int, weights: CostWeights, **options: object) -> Decision:
         endpoint = self.pool.in_mask(mask & -mask)[0]
-        chosen = Candidate(endpoint, 0, demand.raw_tokens, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        chosen = Candidate(endpoint, 0, demand.raw_tokens, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         return Decision(chosen, [], NOBODY_REFUSED, held_tokens=0)
 
 

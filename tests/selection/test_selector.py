@@ -65,6 +65,14 @@ class Bench:
             for slot, rate in rates.items():
                 self.calibration.observe(slot, 1000, 1000 / rate)
 
+    def decode(self, gaps: Mapping[int, float]) -> None:
+        """Each has reported so many seconds between two tokens, often enough to be believed."""
+        for report in range(20):
+            for slot, gap in gaps.items():
+                tokens = 100.0 * report
+                told = EngineReport(at=0.0, inter_token_seconds=gap * tokens, inter_tokens=tokens)
+                self.calibration.inter_token.observe(slot, told)
+
     def choose(self, demand: Demand, mask: int = EVERYBODY, **weights: float) -> Decision:
         return self.selector.choose(
             demand, mask, CostWeights(**{"crowding": 0.0, "cold_turn": 0.0, **weights})
@@ -137,6 +145,30 @@ class TestCost:
             "e0": 107,
             "e1": 105,
         }
+
+    def test_a_running_request_costs_the_prefill_of_its_inter_token_times(self) -> None:
+        bench = Bench(3)
+        for slot in (0, 0, 1, 2):
+            bench.book(slot, 0)
+        bench.learn(dict.fromkeys(range(3), 10_000))
+        bench.decode({0: 0.02, 1: 0.05})
+        decision = bench.choose(demand(100), decode_interference=0.5, running_tokens=7.0)
+        assert costs(decision) == pytest.approx({"e0": 100 + 200, "e1": 100 + 250, "e2": 107})
+        terms = {each.endpoint.slot: each.interference for each in decision.candidates}
+        assert terms == pytest.approx({0: 200, 1: 250, 2: 0}), "nobody knows how fast the last one decodes"
+
+    def test_inter_token_times_say_nothing_in_tokens_without_a_prefill_rate(self) -> None:
+        bench = Bench(1)
+        bench.book(0, 0)
+        bench.decode({0: 0.02})
+        assert costs(bench.choose(demand(100), decode_interference=0.5, running_tokens=7.0)) == {"e0": 107}
+
+    def test_by_default_the_inter_token_time_is_left_out(self) -> None:
+        bench = Bench(1)
+        bench.book(0, 0)
+        bench.learn({0: 10_000})
+        bench.decode({0: 0.02})
+        assert costs(bench.choose(demand(100))) == {"e0": 164}
 
     def test_foreign_requests_cost_like_our_own(self) -> None:
         bench = Bench(2)
@@ -225,7 +257,9 @@ class TestDecision:
         endpoint = bench.pool.get("e0")
         assert endpoint is not None
         decision = bench.choose(demand(1000), running_tokens=10.0)
-        assert decision.chosen == Candidate(endpoint, 80, 920, 300, 1, 0.0, 0.0, 0.0, 0.0, 920 + 300 + 10)
+        assert decision.chosen == Candidate(
+            endpoint, 80, 920, 300, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 920 + 300 + 10
+        )
 
     def test_a_decision_keeps_the_terms_of_its_moment(self) -> None:
         bench = Bench(2)

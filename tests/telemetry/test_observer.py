@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import pytest
+
 from picker.kvcache.index import KvIndex
 from picker.policy import load_policy
-from picker.pool.endpoint import EndpointSpec
+from picker.pool.calibration import Calibration
+from picker.pool.endpoint import EndpointSpec, EngineReport
 from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
 from picker.queueing.admission import AdmissionQueue
@@ -26,7 +29,14 @@ policy_classes:
 """
 
 
-def outcome(*, allow: str | None = None, ready: bool = True) -> tuple[Telemetry, Released | Dropped]:
+def outcome(
+    *,
+    allow: str | None = None,
+    ready: bool = True,
+    policy: str = POLICY,
+    calibration: Calibration | None = None,
+) -> tuple[Telemetry, Released | Dropped]:
+    """One request to two endpoints. A calibration: they are that fast, and a request runs on each."""
     pool = Pool()
     pool.replace(
         [
@@ -36,7 +46,11 @@ def outcome(*, allow: str | None = None, ready: bool = True) -> tuple[Telemetry,
     )
     ledger = Ledger()
     pool.subscribe(ledger.pool_changed)
-    queue = AdmissionQueue(load_policy(POLICY), Selector(pool, ledger, KvIndex()))
+    if calibration is not None:
+        for endpoint in pool:
+            ledger.book(endpoint, 0, 0.0)
+    selector = Selector(pool, ledger, KvIndex(), calibration or Calibration())
+    queue = AdmissionQueue(load_policy(policy), selector)
     telemetry = Telemetry(clock=lambda: 5.0, version="0", endpoint_at=pool.by_slot)
     allowed = (frozenset({allow}),) if allow else ()
     demand = Demand(30, PromptKeys.of_tokens([range(30)]), Constraints(allow=allowed))
@@ -66,6 +80,20 @@ def test_a_dispatch_is_recorded_with_its_reasons() -> None:
     assert record.deficit_before - record.deficit in (0, 30), "an empty class keeps neither debt nor credit"
     assert record.prefill == ""
     assert telemetry.requests.prompt_tokens == 30
+
+
+def test_what_those_who_decode_cost_is_recorded_where_their_pace_is_learned() -> None:
+    calibration = Calibration(min_samples=1)
+    calibration.observe(0, 1000, 0.1)
+    for number in range(20):
+        told = EngineReport(at=0.0, inter_token_seconds=2.0 * number, inter_tokens=100.0 * number)
+        calibration.inter_token.observe(0, told)
+    policy = POLICY + "selection: {decode_interference: 0.5}\n"
+    telemetry, released = outcome(allow="a", policy=policy, calibration=calibration)
+    assert isinstance(released, Released)
+    telemetry.released(released)
+    (record,) = telemetry.decisions
+    assert record.candidates[0].terms["decode_interference"] == pytest.approx(0.5 * 0.02 * 10_000)
 
 
 def test_a_refusal_is_recorded_with_its_reason() -> None:
