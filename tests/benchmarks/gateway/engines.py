@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from itertools import count
 from random import Random
 
 import msgspec
@@ -82,23 +83,23 @@ def _chunks(head: bytes) -> int:
 
 
 async def publish(sockets: list[zmq.Socket[bytes]], a_second: float) -> None:
-    """Every pod stores new blocks, `a_second` messages of four blocks from all pods together."""
+    """The pods store new blocks one after the other, as pods know nothing of each other: `a_second` messages of four
+    blocks from all of them together.
+    """
     dice = Random(1)
-    sequences = [0] * len(sockets)
-    while True:
-        await asyncio.sleep(len(sockets) / a_second)
-        for pod, socket in enumerate(sockets):
-            event = {
-                "type": "BlockStored",
-                "block_hashes": [dice.getrandbits(63) for _ in range(BLOCKS_A_MESSAGE)],
-                "parent_block_hash": None,
-                "token_ids": [dice.randrange(50_000) for _ in range(BLOCK * BLOCKS_A_MESSAGE)],
-                "block_size": BLOCK,
-                "medium": "GPU",
-            }
-            sequence = sequences[pod].to_bytes(8, "big")
-            sequences[pod] += 1
-            socket.send_multipart([b"kv", sequence, msgspec.msgpack.encode([0.0, [event], 0])])
+    for serial in count():
+        await asyncio.sleep(1 / a_second)
+        event = {
+            "type": "BlockStored",
+            "block_hashes": [dice.getrandbits(63) for _ in range(BLOCKS_A_MESSAGE)],
+            "parent_block_hash": None,
+            "token_ids": [dice.randrange(50_000) for _ in range(BLOCK * BLOCKS_A_MESSAGE)],
+            "block_size": BLOCK,
+            "medium": "GPU",
+        }
+        sequence = (serial // len(sockets)).to_bytes(8, "big")
+        socket = sockets[serial % len(sockets)]
+        socket.send_multipart([b"kv", sequence, msgspec.msgpack.encode([0.0, [event], 0])])
 
 
 async def run(pods: int, events_per_second: float) -> None:
