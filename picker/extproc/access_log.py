@@ -1,20 +1,18 @@
 """Envoy's gRPC access log as a source of completions, where responses do not pass through Picker.
 
 Envoy sends one entry for each finished request, in batches. Joined on a request header that Envoy itself set at
-ingress, an entry says when a request that Picker routed is over, how, and where it ran.
+ingress, an entry says when a request that Picker routed is over, and how.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
-from envoy.data.accesslog.v3.accesslog_pb2 import AccessLogCommon, HTTPAccessLogEntry
+from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
-from google.protobuf.duration_pb2 import Duration
 
 from picker.extproc.tls import refuse_strangers
 
@@ -24,21 +22,8 @@ REQUEST_ID_HEADER = "x-picker-request-id"
 MAX_REQUEST_ID_CHARS = 128
 
 
-class AccessLogSink(Protocol):
-    def __call__(
-        self,
-        request_id: str,
-        upstream: str | None,
-        status: int,
-        first_byte_s: float | None,
-        last_byte_s: float | None,
-    ) -> None:
-        """One request is over.
-
-        `upstream` is the `ip:port` that answered (None: none was reached). `status` is 0 when the client got no
-        response. Times are seconds from when the gateway began to send the request upstream, which leaves out
-        its wait for the decision: to the first byte from the upstream, and to the last to the client.
-        """
+#: Told of each request that is over: its id, and the status of its response, 0 where the client got none.
+AccessLogSink = Callable[[str, int], None]
 
 
 @dataclass(slots=True)
@@ -88,38 +73,12 @@ class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[m
 
     def _pass_on(self, entry: HTTPAccessLogEntry) -> None:
         self.stats.entries += 1
-        common = entry.common_properties
         request_id = entry.request.request_headers.get(REQUEST_ID_HEADER, "")
         if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
             self.stats.without_request_id += 1
             return
         try:
-            self._sink(
-                request_id,
-                _upstream(common),
-                entry.response.response_code.value,
-                _seconds_upstream(common, "time_to_first_upstream_rx_byte"),
-                _seconds_upstream(common, "time_to_last_downstream_tx_byte"),
-            )
+            self._sink(request_id, entry.response.response_code.value)
         except Exception:
             self.stats.sink_errors += 1
             log.exception("taking an access log entry failed")
-
-
-def _upstream(common: AccessLogCommon) -> str | None:
-    address = common.upstream_remote_address.socket_address
-    if not address.address:
-        return None
-    host = f"[{address.address}]" if ":" in address.address else address.address
-    return f"{host}:{address.port_value}"
-
-
-def _seconds_upstream(common: AccessLogCommon, name: str) -> float | None:
-    """A time of the entry, which are all since the request arrived, from the start of its way upstream."""
-    if not common.HasField(name) or not common.HasField("time_to_first_upstream_tx_byte"):
-        return None
-    return _seconds(getattr(common, name)) - _seconds(common.time_to_first_upstream_tx_byte)
-
-
-def _seconds(duration: Duration) -> float:
-    return float(duration.seconds + duration.nanos / 1e9)

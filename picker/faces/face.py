@@ -102,7 +102,7 @@ class Face:
             clock=clock,
         )
         self.access_log = AccessLogService(
-            lambda request_id, upstream, status, first_byte, last_byte: logged(request_id, 0 < status < 400),
+            lambda request_id, status: logged(request_id, 0 < status < 400),
             client_names=names,
         )
 

@@ -146,11 +146,6 @@ async def test_the_access_log_tells_each_end() -> None:
             assert [entry.request_id for entry in gw.logged] == asked
             assert "mine" not in asked
             assert [entry.status for entry in gw.logged] == [200, 500]
-            for entry in gw.logged:
-                assert entry.upstream == pod.address
-                assert entry.first_byte_s is not None
-                assert entry.last_byte_s is not None
-                assert 0 < entry.first_byte_s <= entry.last_byte_s
 
 
 @pytest.mark.parametrize("observation", MODES)

@@ -24,10 +24,7 @@ class LoggedRequest:
     """One entry of Envoy's access log."""
 
     request_id: str
-    upstream: str | None
     status: int
-    first_byte_s: float | None
-    last_byte_s: float | None
 
 
 @dataclass(slots=True)
