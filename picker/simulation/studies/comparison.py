@@ -27,13 +27,16 @@ Cell = tuple[int, float, str]
 
 
 def cases(trace: Path, seeds: int, seconds: float | None = None) -> list[Case]:
-    """Every policy at every load with every cache. `seconds`: only so much of the trace, for a quick look."""
+    """Every policy at every load with every cache, one seed after the other: its trace is read once.
+
+    `seconds`: only so much of the trace, for a quick look.
+    """
     return [
         Case(name, Recipe(str(trace), scale=load, seconds=seconds), Cluster(8, blocks), seed)
+        for seed in range(seeds)
         for blocks in BLOCKS
         for load in LOADS
         for name in POLICIES
-        for seed in range(seeds)
     ]
 
 
