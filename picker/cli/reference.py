@@ -47,6 +47,7 @@ def readmes() -> dict[Path, str]:
     """The READMEs of a checkout that have a generated part, and that part."""
     root = Path(picker.__file__).parent
     return {
+        root / "policy" / "README.md": policy_reference(),
         root / "settings" / "README.md": settings_reference(),
         root / "telemetry" / "README.md": metrics_reference(),
     }

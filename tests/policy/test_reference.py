@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-import pytest
-
+import picker.policy
 from picker.policy import load_policy, policy_json_schema
 from picker.policy.explain import explain_policy
-from picker.policy.reference import README, main, policy_reference, readme_with_reference
+from picker.policy.reference import policy_reference
 
-
-def test_the_readme_is_up_to_date() -> None:
-    readme = README.read_text(encoding="utf-8")
-    renew = "run: python -m picker.policy.reference --write"
-    assert readme == readme_with_reference(readme), renew
+README = Path(picker.policy.__file__).with_name("README.md")
 
 
 def test_the_example_in_the_readme_is_a_policy_without_warnings_and_with_the_shares_it_claims() -> None:
@@ -47,16 +43,6 @@ def test_types_and_defaults_are_told() -> None:
         in reference
     )
     assert "| `edges` | list of whole numbers, above 0 | `[4, 16, 64, 256]` |" in reference
-
-
-def test_it_prints_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    main([])
-    assert capsys.readouterr().out == policy_reference()
-
-
-def test_a_readme_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs the marks"):
-        readme_with_reference("# no marks")
 
 
 def test_the_schema_refuses_unknown_keys() -> None:
