@@ -93,8 +93,9 @@ class CostWeights:
     )
     cold_turn: Weight = Field(
         default=1.0,
-        description="What a prompt that nobody has cached costs on top, for each of its tokens, on the endpoint that"
-        " took such a one last; less on those that have rested longer, nothing on the one that has rested longest.",
+        description="What a prompt that nobody has cached (in an idle pool: more than a tenth of it) costs on top, for"
+        " each token that nobody has, on the endpoint that took such a one last; less on those that have rested longer,"
+        " nothing on the one that has rested longest.",
     )
     prefill_load: Weight = Field(
         default=1.0, description="Weight of the prefill tokens already booked on the endpoint."

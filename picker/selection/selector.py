@@ -23,6 +23,8 @@ from picker.selection.sessions import SessionKey, Sessions
 
 _DEFAULT_WEIGHTS = CostWeights()
 _COST = itemgetter(-1)
+# What an idle pool may have of a prompt that is cold all the same: many begin with one system prompt.
+_COLD_PART = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +218,11 @@ class Selector:
         if home is not None and self.sessions.sticky and home.bit & mask:
             mask = home.bit
         discounts: dict[int, int] = {}
-        weighed = self._weigh(demand, mask, weights, claim, home, discounts)
+        weighed, cold = self._weigh(demand, mask, weights, claim, home, discounts)
         if not weighed:
             raise ValueError("no endpoint in the mask")
         chosen = Candidate(*weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature)))
-        if _is_cold(demand) and not chosen.cached_tokens and not any(terms[1] for terms in weighed):
+        if cold:
             self.cold_turns.took(chosen.endpoint)
         eligibility = self.eligible(demand.constraints, waiting=waiting)
         if self.timer is not None:
@@ -241,8 +243,10 @@ class Selector:
         claim: Claim | None,
         home: Endpoint | None,
         discounts: dict[int, int],
-    ) -> list[Terms]:
-        """The terms of every endpoint of the mask. This is the innermost loop of all: plain locals."""
+    ) -> tuple[list[Terms], int]:
+        """The terms of every endpoint of the mask, and how much of the prompt is cold. This is the innermost loop of
+        all: plain locals.
+        """
         raw = demand.raw_tokens
         cached = self.cached(demand, mask, weights, discounts)
         endpoints = self.pool.in_mask(mask)
@@ -254,9 +258,10 @@ class Selector:
         gaps = self.calibration.inter_token.known if decode_weight else None
         crowd = _crowd(loads, weights)
         turns: Mapping[int, float] = {}
-        if not cached and weights.cold_turn and _is_cold(demand):
+        cold = _cold_tokens(demand, cached, loads)
+        if cold and weights.cold_turn:
             turns = self.cold_turns.standing(mask, len(endpoints))
-        turn_weight = weights.cold_turn * raw
+        turn_weight = weights.cold_turn * cold
         # Who cannot take the request now draws it no more, and repels it from nobody.
         away = weights.session_tokens if home is not None and home.bit & mask else 0.0
         weighed: list[Terms] = []
@@ -282,7 +287,7 @@ class Selector:
             weighed.append(
                 (endpoint, found, raw - found, booked, running, interference, crowding, turn, over, off, cost)
             )
-        return weighed
+        return weighed, cold
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:
         mask, refused = 0, {}
@@ -329,9 +334,18 @@ def _crowd(loads: Sequence[Load], weights: CostWeights) -> float:
     return weights.crowding * sum([load.prefilling for load in loads]) / len(loads)
 
 
-def _is_cold(demand: Demand) -> bool:
-    """Could be, if nobody turns out to have it: a prompt whose tokens nobody knows may be cached somewhere."""
-    return demand.raw_tokens > 0 and bool(demand.prompt.lengths)
+def _cold_tokens(demand: Demand, cached: Mapping[int, int], loads: Sequence[Load]) -> int:
+    """The tokens that nobody has of a prompt that is cold; 0 of any other, and of one whose tokens nobody knows, as it
+    may be cached somewhere.
+
+    Where nobody reads a prompt now, one is cold while nobody has more than a little of it. All else is equal there, and
+    so little would gather all that begins alike on one endpoint. Where prompts are read, that sends them elsewhere.
+    """
+    if not demand.prompt.lengths:
+        return 0
+    most = max(cached.values(), default=0)
+    idle = most > 0 and not any(load.prefilling for load in loads)
+    return demand.raw_tokens - most if most <= (_COLD_PART * demand.raw_tokens if idle else 0) else 0
 
 
 def _with_taints(cost: float, endpoint: Endpoint, demand: Demand, weights: CostWeights) -> float:

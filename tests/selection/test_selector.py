@@ -435,8 +435,23 @@ class TestColdTurns:
         bench.book(1 - int(taken[1]), 1500)
         assert self.cold(bench) == taken
 
+    def test_a_system_prompt_that_somebody_has_makes_no_prompt_warm_in_an_idle_pool(self) -> None:
+        """Else it would send all that begins alike to one endpoint."""
+        bench = Bench(3, {0: PrefixMatch(100 // BLOCK)})
+        assert Counter(self.cold(bench) for _ in range(12)) == {"e0": 4, "e1": 4, "e2": 4}
+        decision = bench.choose(demand(1000), cold_turn=1.0)
+        fresh = 1000 - 100 // BLOCK * BLOCK
+        assert sorted(each.cold_turn for each in decision.candidates) == [0.0, fresh / 2, fresh]
+
+    def test_where_prompts_are_read_it_makes_them_warm(self) -> None:
+        """What is read already spreads them."""
+        bench = Bench(3, {0: PrefixMatch(100 // BLOCK)})
+        bench.book(2, 500)
+        decision = bench.choose(demand(1000), cold_turn=1.0)
+        assert [each.cold_turn for each in decision.candidates] == [0.0, 0.0, 0.0]
+
     def test_what_somebody_has_cached_takes_no_turn(self) -> None:
-        bench = Bench(2, {0: PrefixMatch(1)})
+        bench = Bench(2, {0: PrefixMatch(100 // BLOCK + 1)})
         for _ in range(3):
             decision = bench.choose(demand(1000), cold_turn=1.0)
             assert name(decision) == "e0"
