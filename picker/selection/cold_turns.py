@@ -1,5 +1,4 @@
-"""Whose turn it is to take a cold prompt: one that no endpoint has cached or, while nobody reads a prompt, of which
-none has more than a little.
+"""Whose turn it is to take a cold prompt: one that no endpoint has cached or, in an idle pool, none more than a little.
 
 Such a prompt is the start of what will be asked again, and its followers go where it goes. The load of the moment says
 little of where they will fit: caches fill up over minutes. Given to endpoints in turn, new prefixes spread evenly.

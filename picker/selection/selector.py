@@ -338,13 +338,14 @@ def _cold_tokens(demand: Demand, cached: Mapping[int, int], loads: Sequence[Load
     """The tokens that nobody has of a prompt that is cold; 0 of any other, and of one whose tokens nobody knows, as it
     may be cached somewhere.
 
-    Where nobody reads a prompt now, one is cold while nobody has more than a little of it. All else is equal there, and
-    so little would gather all that begins alike on one endpoint. Where prompts are read, that sends them elsewhere.
+    In an idle pool, one with fewer requests than endpoints, a prompt is cold while nobody has more than a little of it.
+    All else is equal there, and so little would gather all that begins alike on one endpoint. Where there is work, that
+    sends them elsewhere.
     """
     if not demand.prompt.lengths:
         return 0
     most = max(cached.values(), default=0)
-    idle = most > 0 and not any(load.prefilling for load in loads)
+    idle = most > 0 and sum([load.running + load.foreign for load in loads]) < len(loads)
     return demand.raw_tokens - most if most <= (_COLD_PART * demand.raw_tokens if idle else 0) else 0
 
 

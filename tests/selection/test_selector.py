@@ -443,10 +443,11 @@ class TestColdTurns:
         fresh = 1000 - 100 // BLOCK * BLOCK
         assert sorted(each.cold_turn for each in decision.candidates) == [0.0, fresh / 2, fresh]
 
-    def test_where_prompts_are_read_it_makes_them_warm(self) -> None:
-        """What is read already spreads them."""
+    def test_where_there_is_work_for_everybody_it_makes_them_warm(self) -> None:
+        """The work spreads them."""
         bench = Bench(3, {0: PrefixMatch(100 // BLOCK)})
-        bench.book(2, 500)
+        for _ in range(3):
+            bench.book(2, 500)
         decision = bench.choose(demand(1000), cold_turn=1.0)
         assert [each.cold_turn for each in decision.candidates] == [0.0, 0.0, 0.0]
 
