@@ -191,7 +191,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, default=SHIPPED)
     model = parser.parse_args().model
-    print(f"tokenizer: {model}")
+    print(f"tokenizer: {'the one that Picker ships' if model == SHIPPED else model}")
     await seen_prefix(model)
     await idle_lag()
     await loop_lag(model, warm=True)
