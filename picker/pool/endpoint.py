@@ -104,5 +104,10 @@ class Endpoint:
         reported = self.report.block_size if self.report else None
         return self.block_size_seen or reported or self.spec.block_size
 
+    @property
+    def loads_adapters(self) -> bool:
+        """Does its engine serve LoRA adapters at all, by its own report?"""
+        return self.report is not None and self.report.max_adapters is not None
+
     def __repr__(self) -> str:
         return f"Endpoint({self.spec.name} at {self.spec.authority}, slot {self.slot})"

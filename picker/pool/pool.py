@@ -175,9 +175,6 @@ class Pool:
         return self._adapters.keys()
 
     def _remember(self, adapters: frozenset[str]) -> None:
-        if not any(endpoint.report and endpoint.report.max_adapters is not None for endpoint in self):
-            # No engine loads adapters any more: a model of such a name is a model now.
-            self._adapters.clear()
         for name in adapters:
             self._adapters.pop(name, None)
             self._adapters[name] = None
@@ -217,6 +214,9 @@ class Pool:
         else:
             self.version += 1
         self._block_sizes = None
+        if self._adapters and not any(endpoint.loads_adapters for endpoint in self):
+            # A model of such a name is a model now.
+            self._adapters.clear()
         self.stats.changes += 1
         for listener in self._listeners:
             listener(change)

@@ -154,5 +154,4 @@ def has_adapter_place(endpoint: Endpoint, adapter: str) -> bool:
 
 def _can_load(endpoint: Endpoint, adapter: str) -> bool:
     """Can the endpoint ever serve this LoRA adapter: declared, or does its engine load adapters at all?"""
-    report = endpoint.report
-    return adapter in endpoint.spec.models or (report is not None and report.max_adapters is not None)
+    return adapter in endpoint.spec.models or endpoint.loads_adapters

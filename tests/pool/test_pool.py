@@ -115,6 +115,9 @@ def test_an_adapter_without_requests_is_still_one() -> None:
     assert "lora" not in pool.adapters()
     pool.report("a", EngineReport(at=4.0))
     assert not pool.adapters(), "no engine loads any"
+    pool.report("a", EngineReport(at=5.0, adapters=frozenset({"lora"}), max_adapters=2))
+    pool.replace([spec("b")])
+    assert not pool.adapters(), "the last that loads any has left"
 
 
 def test_block_sizes_follow_events_then_reports_then_configuration() -> None:
