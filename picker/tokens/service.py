@@ -278,8 +278,5 @@ class Tokenizers:
 
 def _named(entries: Mapping[str, _Entry], name: str | None) -> _Entry | None:
     """By exact name; SGLang's `base:adapter` goes by its base; else what is for any model."""
-    if name is not None:
-        found = entries.get(name) or entries.get(name.partition(":")[0])
-        if found is not None:
-            return found
-    return entries.get(ANY_MODEL)
+    names = () if name is None else (name, name.partition(":")[0])
+    return next((entries[each] for each in (*names, ANY_MODEL) if each in entries), None)

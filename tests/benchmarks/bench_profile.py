@@ -66,10 +66,9 @@ def by_function(stacks: list[Stack]) -> Counter[tuple[str, str]]:
 
 async def record(pid: int, seconds: float, file: Path) -> None:
     """Leave the folded stacks of so many seconds in the file. Raises RuntimeError with py-spy's words if it cannot."""
-    command = ["py-spy", "record", "--format", "raw", "--rate", str(SAMPLES_A_SECOND), "--output", str(file)]
     process = await asyncio.create_subprocess_exec(
-        *(str(Path(sys.executable).parent / command[0]), *command[1:]),
-        *("--duration", str(round(seconds)), "--pid", str(pid)),
+        *(str(Path(sys.executable).parent / "py-spy"), "record", "--format", "raw", "--output", str(file)),
+        *("--rate", str(SAMPLES_A_SECOND), "--duration", str(round(seconds)), "--pid", str(pid)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -184,6 +184,21 @@ async def test_what_the_engine_adds_for_the_template_counts_where_the_request_sa
         await tokens.close()
 
 
+async def test_a_model_with_nothing_to_add_has_not_what_is_added_for_the_others(
+    tmp_path: Path, trained: Callable[[str], Tokenizer]
+) -> None:
+    directory = save(trained("byte_bpe"), tmp_path, "{{ style }} {{ messages[0].content }}")
+    defaults: dict[str, dict[str, str]] = {"m": {}, "*": {"style": "brief"}}
+    tokens = Tokenizers({"*": directory}, TokenBudget(seconds=30.0), template_defaults=defaults)
+    try:
+        for model, rendered in (("m", " hi"), ("other", "brief hi")):
+            request = InferenceRequest(Route.CHAT, model, ChatPrompt((USER,)))
+            text = InferenceRequest(Route.COMPLETIONS, model, TextPrompts((rendered,), False))
+            assert (await tokens.tokenize(request)).ids == (await tokens.tokenize(text)).ids, model
+    finally:
+        await tokens.close()
+
+
 async def test_texts_beyond_the_bound_are_not_tokenized(model_directory: Directory) -> None:
     count, _ = await tokenize(text(PROSE), model_directory("byte_bpe"), max_bytes=1000)
     assert (count.reason, count.count) == (EstimateReason.TOO_LARGE, len(PROSE) // 4)
