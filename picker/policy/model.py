@@ -310,13 +310,18 @@ class PolicyClass(ClassSettings):
 
     profile: str = ""
     label: str = field(init=False)
+    key: tuple[str, str] = field(init=False)
+    has_queue_limit: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "label", f"{self.profile}/{self.name}" if self.profile else self.name)
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return (self.profile, self.name)
+        object.__setattr__(self, "key", (self.profile, self.name))
+        limits = (
+            self.request_queue_limit_per_worker,
+            self.raw_isl_token_queue_limit_per_worker,
+            self.cached_token_queue_limit_per_worker,
+        )
+        object.__setattr__(self, "has_queue_limit", any(limit is not None for limit in limits))
 
     @property
     def explicit(self) -> bool:

@@ -66,10 +66,10 @@ class LedgerStats:
 
 
 class Ledger:
-    """Loads by slot. `on_change` hears of every endpoint whose load has changed."""
+    """Loads by slot. `on_change` hears of every endpoint whose load has changed, and the load."""
 
     def __init__(self, *, reports_to_reap: int = 5) -> None:
-        self.on_change: Callable[[Endpoint], None] = lambda endpoint: None
+        self.on_change: Callable[[Endpoint, Load], None] = lambda endpoint, load: None
         self.stats = LedgerStats()
         self._reports_to_reap = reports_to_reap
         self._by_slot: dict[int, Load] = {}
@@ -93,7 +93,7 @@ class Ledger:
 
         On an endpoint that has left (a late move to it) it is nobody's load, even if the slot is another's by now.
         """
-        load = self.load(endpoint.slot)
+        load = self._by_slot.get(endpoint.slot) or self.load(endpoint.slot)
         if load.owner is not None and load.owner is not endpoint:
             load = Load(owner=endpoint)
         load.prefill_tokens += uncached_tokens
@@ -158,7 +158,7 @@ class Ledger:
             changed |= self._reap_surplus(load)
             load.surplus.popleft()
         if changed:
-            self.on_change(endpoint)
+            self.on_change(endpoint, load)
 
     def pool_changed(self, change: PoolChange) -> None:
         """Forget the loads of endpoints that have left, and end what is booked on them: it is nobody's load."""
@@ -204,5 +204,6 @@ class Ledger:
         booking.open = False
 
     def _changed(self, booking: Booking) -> None:
-        if self._by_slot.get(booking.endpoint.slot) is booking.load:
-            self.on_change(booking.endpoint)
+        endpoint, load = booking.endpoint, booking.load
+        if self._by_slot.get(endpoint.slot) is load:
+            self.on_change(endpoint, load)

@@ -17,7 +17,7 @@ from math import inf
 
 from picker.policy.model import CostWeights, Policy, PolicyClass, Profile
 from picker.pool.endpoint import Endpoint
-from picker.pool.ledger import Booking
+from picker.pool.ledger import Load
 from picker.pool.pool import PoolChange
 from picker.queueing.blocked import BlockedTime
 from picker.queueing.busy import BusyGate, BusyGates
@@ -166,7 +166,7 @@ class AdmissionQueue:
 
     def reported(self, endpoint: Endpoint) -> None:
         """An engine's report has come; it may be busy or free by its own figures."""
-        self._load_changed(endpoint)
+        self._load_changed(endpoint, self._ledger.load(endpoint.slot))
 
     def next_wakeup(self) -> float:
         """When `poll` must be called at the latest: the end of a wait or of a hold. Infinity: never."""
@@ -270,6 +270,8 @@ class AdmissionQueue:
 
     def _no_room(self, work: Work, queue: ClassQueue) -> Refusal | None:
         """Who would have to wait must find the class below its limits."""
+        if not queue.policy_class.has_queue_limit:
+            return None
         constraints, free = work.demand.constraints, ~queue.gate.busy
         partners = self.disaggregation.mask(constraints)
         has_room = self.selector.eligible(constraints).mask & free and (not partners or partners & free)
@@ -286,10 +288,10 @@ class AdmissionQueue:
         else:
             flow.queue.add(work)
         work.state = WorkState.WAITING
-        look_at = self._end_of_wait(work)[0]
+        look_at = work.deadline
         if work.policy_class.shed_unreachable:
-            # No later than this, even if nobody knows yet how long its prefill takes.
-            look_at = min(look_at, work.ttft_deadline)
+            # No later than the target, even if nobody knows yet how long its prefill takes.
+            look_at = min(self._end_of_wait(work)[0], work.ttft_deadline)
         self._deadlines.set(work, look_at)
 
     def _end_of_wait(self, work: Work) -> tuple[float, DropReason]:
@@ -322,12 +324,15 @@ class AdmissionQueue:
             waiting=True,
             claim=_claim(policy_class, weights),
         )
-        prefill = self._prefill(work, decision, queue.gate.full, now)
+        endpoint = decision.chosen.endpoint
+        # A role is asked of who decodes where prompts may be read apart.
+        apart = work.demand.constraints.role is not None
+        prefill = self._prefill(work, decision, queue.gate.full, now) if apart else None
         uncached = decision.chosen.uncached_tokens if prefill is None else 0
-        booking = self._book(policy_class, decision.endpoint, uncached, now)
+        booking = self._ledger.book(endpoint, uncached, now, policy_class.label, policy_class.quantum)
         if work.demand.session is not None:
-            self.selector.sessions.sent(work.demand.session, decision.endpoint.spec.uid, now)
-        self._blocked.given |= decision.endpoint.bit
+            self.selector.sessions.sent(work.demand.session, endpoint.spec.uid, now)
+        self._blocked.given |= endpoint.bit
         queue.stats.dispatched(work)
         queue.drain.add(work.cost, now)
         return Released(work, decision, booking, now - work.arrival, before, after, prefill)
@@ -342,12 +347,10 @@ class AdmissionQueue:
         decision = self.disaggregation.choose(work.demand, decode, full, weights, rule.min_uncached_tokens)
         if decision is None:
             return None
-        uncached = decision.chosen.uncached_tokens
-        self._blocked.given |= decision.endpoint.bit
-        return Prefill(decision, self._book(policy_class, decision.endpoint, uncached, now))
-
-    def _book(self, policy_class: PolicyClass, endpoint: Endpoint, tokens: int, now: float) -> Booking:
-        return self._ledger.book(endpoint, tokens, now, policy_class.label, policy_class.quantum)
+        endpoint, uncached = decision.chosen.endpoint, decision.chosen.uncached_tokens
+        self._blocked.given |= endpoint.bit
+        booking = self._ledger.book(endpoint, uncached, now, policy_class.label, policy_class.quantum)
+        return Prefill(decision, booking)
 
     def _free(self, released: Released) -> None:
         self._ledger.release(released.booking)
@@ -389,7 +392,7 @@ class AdmissionQueue:
     def _gone(self, work: Work, flow: Flow[ClassQueue]) -> None:
         """A request has left its queue, which may be empty now."""
         self._deadlines.discard(work)
-        if not len(flow.queue) and flow.period:
+        if not flow.queue.stats.waiting_requests and flow.period:
             self._blocked.count(flow.queue, self._everybody, self._tick.now)
             self._ring.leave(flow)
 
@@ -407,9 +410,8 @@ class AdmissionQueue:
 
     # --- what the ledger and the pool tell ---------------------------------------------------------------
 
-    def _load_changed(self, endpoint: Endpoint) -> None:
-        load = self._ledger.load(endpoint.slot)
-        for gate in self._gates:
+    def _load_changed(self, endpoint: Endpoint, load: Load) -> None:
+        for gate in self._gates.all:
             gate.update(endpoint, load)
         self._unsettled = True
 
@@ -418,10 +420,10 @@ class AdmissionQueue:
             self._adapters_moved = self._unsettled = True
             return
         for endpoint in change.removed:
-            for gate in self._gates:
+            for gate in self._gates.all:
                 gate.forget(endpoint)
         for endpoint in (*change.added, *change.changed, *change.shifted):
-            self._load_changed(endpoint)
+            self._load_changed(endpoint, self._ledger.load(endpoint.slot))
         self._everybody = sum(endpoint.bit for endpoint in self._pool)
         self._pool_moved = self._unsettled = True
 

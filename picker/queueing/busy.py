@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -25,24 +24,26 @@ class BusyGate:
     thresholds: PolicyClass
     busy: int = 0
     full: int = 0
+    # How many have become free since the start: now, for `freed_since`.
+    mark: int = 0
     _freed: list[int] = field(default_factory=list)
-    _forgotten: int = 0
 
     _REMEMBERED: ClassVar[int] = 1024
 
     def update(self, endpoint: Endpoint, load: Load) -> None:
         """Look at one endpoint whose load, report or spec has changed."""
         bit = endpoint.bit
-        full = self._is_full(load)
+        limit = self.thresholds.max_running_per_worker
+        full = limit is not None and load.running + load.foreign >= limit
         busy = full or self._is_busy(endpoint, load)
         self.full = self.full | bit if full else self.full & ~bit
         if busy:
             self.busy |= bit
         elif self.busy & bit:
             self.busy &= ~bit
+            self.mark += 1
             self._freed.append(bit)
             if len(self._freed) > self._REMEMBERED:
-                self._forgotten += len(self._freed)
                 self._freed.clear()
 
     def forget(self, endpoint: Endpoint) -> None:
@@ -50,23 +51,15 @@ class BusyGate:
         self.busy &= ~endpoint.bit
         self.full &= ~endpoint.bit
 
-    @property
-    def mark(self) -> int:
-        """Now, for `freed_since`."""
-        return self._forgotten + len(self._freed)
-
     def freed_since(self, mark: int) -> int:
         """The endpoints that became free since a mark, as a mask; all (-1) when that was too long ago."""
-        if mark < self._forgotten:
+        freed = self.mark - mark
+        if freed > len(self._freed):
             return -1
         mask = 0
-        for bit in self._freed[mark - self._forgotten :]:
+        for bit in self._freed[-freed:] if freed else ():
             mask |= bit
         return mask
-
-    def _is_full(self, load: Load) -> bool:
-        limit = self.thresholds.max_running_per_worker
-        return limit is not None and load.running + load.foreign >= limit
 
     def _is_busy(self, endpoint: Endpoint, load: Load) -> bool:
         prefill_limit = self.thresholds.prefill_limit(endpoint.spec.max_num_batched_tokens)
@@ -81,7 +74,8 @@ class BusyGate:
 class BusyGates:
     """One gate for each distinct set of thresholds, shared by the classes that have it."""
 
-    _gates: dict[tuple[float | None, ...], BusyGate] = field(default_factory=dict)
+    all: list[BusyGate] = field(default_factory=list)
+    _by_thresholds: dict[tuple[float | None, ...], BusyGate] = field(default_factory=dict)
 
     def of(self, policy_class: PolicyClass) -> BusyGate:
         key = (
@@ -90,17 +84,15 @@ class BusyGates:
             policy_class.max_running_per_worker,
             policy_class.kv_usage_busy_threshold,
         )
-        gate = self._gates.get(key)
+        gate = self._by_thresholds.get(key)
         if gate is None:
-            gate = self._gates[key] = BusyGate(policy_class)
+            gate = self._by_thresholds[key] = BusyGate(policy_class)
+            self.all.append(gate)
         return gate
 
     def saturated(self, everybody: int) -> bool:
         """Is every endpoint busy for every class?"""
         busy = everybody
-        for gate in self._gates.values():
+        for gate in self.all:
             busy &= gate.busy
         return busy == everybody
-
-    def __iter__(self) -> Iterator[BusyGate]:
-        return iter(self._gates.values())

@@ -37,8 +37,8 @@ class TenantQueue:
 
     def head(self) -> int | None:
         """The cost of what would be sent next; `candidate` is then its lane."""
-        self.candidate = self.lanes.candidate(self.gate.busy, self.tick.now)
-        return self.candidate.queue.peek().cost if self.candidate else None
+        lane = self.candidate = self.lanes.candidate(self.gate.busy, self.tick.now)
+        return lane.head.cost if lane is not None and lane.head is not None else None
 
 
 @dataclass(slots=True, eq=False)
@@ -207,11 +207,12 @@ class ClassQueue:
 
     def _look(self) -> None:
         """Find the candidate anew."""
-        freed = self.gate.freed_since(self._seen_mark)
-        self._seen_mark, self._seen_busy = self.gate.mark, self.gate.busy
-        if freed:
+        gate = self.gate
+        if gate.mark != self._seen_mark:
+            freed = gate.freed_since(self._seen_mark)
             for flow in self._tenants.values():
                 flow.queue.lanes.wake(freed)
+        self._seen_mark, self._seen_busy = gate.mark, gate.busy
         self._stale = False
         if self.policy_class.fair_tenants:
             self._turn = self._ring.choose()

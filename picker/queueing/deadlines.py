@@ -38,8 +38,13 @@ class Deadlines:
 
     def first(self) -> float:
         """The earliest instant; infinity when there is none."""
-        self._drop_dead()
-        return self._heap[0][0] if self._heap else inf
+        heap = self._heap
+        while heap:
+            at, _, work = heap[0]
+            if self._entries.get(work) is heap[0]:
+                return at
+            heappop(heap)
+        return inf
 
     def pop_due(self, now: float) -> Work | None:
         """Take out a request whose instant has come."""
@@ -48,7 +53,3 @@ class Deadlines:
         work = heappop(self._heap)[2]
         del self._entries[work]
         return work
-
-    def _drop_dead(self) -> None:
-        while self._heap and self._entries.get(self._heap[0][2]) is not self._heap[0]:
-            heappop(self._heap)

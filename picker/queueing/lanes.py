@@ -27,6 +27,8 @@ class Lane:
 
     queue: RequestQueue
     constraints: Constraints | None
+    # Who is next in it; None: it is empty.
+    head: Work | None = None
     eligible: int = 0
     partners: int = 0
     blocked: bool = False
@@ -93,11 +95,9 @@ class Lanes:
     def remove(self, work: Work) -> None:
         """Take a waiting request out. KeyError when it does not wait here."""
         lane = self._where[work]
-        head = lane.queue.peek()
         lane.queue.remove(work)
         self._forget(work, lane)
-        if not lane.queue or lane.queue.peek() is not head:
-            self._settle(lane)
+        self._look(lane)
 
     def move(self, work: Work, demand: Demand) -> None:
         """What a waiting request asks of its endpoint is another now: it goes on waiting at its place, in the lane of
@@ -188,14 +188,12 @@ class Lanes:
 
     def _join(self, work: Work, *, returned: bool) -> None:
         lane = self._lane_for(work.demand.constraints)
-        was_head = lane.queue.peek() if lane.queue else None
         if returned:
             lane.queue.prepend(work)
         else:
             lane.queue.add(work)
         self._where[work] = lane
-        if lane.queue.peek() is not was_head:
-            self._settle(lane)
+        self._look(lane)
 
     def _lane_of(self, constraints: Constraints) -> Lane | None:
         """The lane where requests with these constraints wait now, if any do."""
@@ -226,12 +224,18 @@ class Lanes:
             if not self._overflowed[constraints]:
                 del self._overflowed[constraints]
 
+    def _look(self, lane: Lane) -> None:
+        """Somebody has come or gone: the lane may have another head."""
+        if (lane.queue.peek() if lane.queue else None) is not lane.head:
+            self._settle(lane)
+
     def _settle(self, lane: Lane) -> None:
         """After a change of a lane's head: offer it as a candidate, or drop the lane when it is empty."""
         lane.stamp += 1
-        if lane.queue:
+        head = lane.head = lane.queue.peek() if lane.queue else None
+        if head is not None:
             if lane.constraints is None:
-                self._ask(lane, lane.queue.peek().demand.constraints)
+                self._ask(lane, head.demand.constraints)
             self._offer(lane)
             return
         self._index(lane, 0)
@@ -252,7 +256,8 @@ class Lanes:
         self.stats.examined += 1
         if not lane.eligible & ~busy or (lane.partners and not lane.partners & ~busy):
             return False
-        return lane.queue.held_until() <= now
+        # Only an order that follows time holds anybody.
+        return not lane.queue.dynamic or lane.queue.held_until() <= now
 
     def _ask(self, lane: Lane, constraints: Constraints) -> None:
         """Who may take the lane's head."""

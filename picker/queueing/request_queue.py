@@ -39,7 +39,8 @@ class OrderContext:
 class RequestQueue(ABC):
     """Requests in service order. `pop` and `peek` raise IndexError when empty."""
 
-    # Does the order of waiting requests change with time or cache, so that `refresh` has something to do?
+    # Does the order of waiting requests change with time or cache? Only then is it asked to `refresh`, and how long it
+    # holds its head.
     dynamic: ClassVar[bool] = False
     orders: ClassVar[dict[str, type[RequestQueue]]] = {}
 

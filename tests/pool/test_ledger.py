@@ -19,7 +19,7 @@ class Books:
         self.ledger = Ledger(reports_to_reap=3)
         self.pool.subscribe(self.ledger.pool_changed)
         self.changed: list[str] = []
-        self.ledger.on_change = lambda endpoint: self.changed.append(endpoint.spec.name)
+        self.ledger.on_change = lambda endpoint, load: self.changed.append(endpoint.spec.name)
         self.set(*names)
 
     def set(self, *names: str) -> None:
