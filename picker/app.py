@@ -148,7 +148,6 @@ class App:
         self.telemetry = Telemetry(
             clock=self.clock,
             version=__version__,
-            endpoint_at=self.pool.by_slot,
             decisions=settings.telemetry.decisions,
             lines_per_second=settings.log.decisions_per_second,
         )

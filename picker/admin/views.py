@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import asdict
@@ -61,13 +62,8 @@ class Views:
 
     def decisions(self, limit: int = 50, policy_class: str = "") -> View:
         """The last ones, newest first."""
-        found: list[View] = []
-        for record in self._telemetry.decisions:
-            if len(found) >= limit:
-                break
-            if not policy_class or record.policy_class == policy_class:
-                found.append(decision_view(record))
-        return {"decisions": found}
+        records = islice(self._telemetry.decisions.of_class(policy_class), max(limit, 0))
+        return {"decisions": [decision_view(record) for record in records]}
 
     def decision(self, id: str) -> View | None:
         record = self._telemetry.decisions.get(id)

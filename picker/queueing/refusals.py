@@ -24,7 +24,7 @@ def no_endpoint(pool: Pool, constraints: Constraints, eligibility: Eligibility) 
     """No endpoint may take a request with these constraints: whose fault is it?"""
     if constraints.pin is not None and constraints.allow:
         for endpoint in pool:
-            not_allowed = eligibility.refused.get(endpoint.slot) is Ineligible.NOT_ALLOWED
+            not_allowed = eligibility.refused.get(endpoint) is Ineligible.NOT_ALLOWED
             if not_allowed and names((constraints.pin,), endpoint.spec):
                 return Refusal(
                     DropReason.PIN_NOT_ALLOWED, "the pinned endpoint is not in the request's allow-list"

@@ -69,10 +69,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Eligibility:
-    """The endpoints that constraints admit, as a mask, and why each other one is refused, by slot."""
+    """The endpoints that constraints admit, as a mask, and why each other one is refused."""
 
     mask: int
-    refused: Mapping[int, Ineligible]
+    refused: Mapping[Endpoint, Ineligible]
 
 
 # Not frozen, as that would treble the time that it takes to make one.
@@ -96,18 +96,18 @@ class Decision:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The chosen one first, then the rest by rising cost."""
-        return self.preferred(1 + len(self.others))
+        return self.first(1 + len(self.others))
 
-    def preferred(self, number: int) -> tuple[Candidate, ...]:
+    def first(self, number: int) -> tuple[Candidate, ...]:
         """The first so many of the candidates."""
         others = sorted(self.others, key=_COST)[: number - 1]
-        return (self.chosen, *(Candidate(*terms) for terms in others))
+        return (self.chosen, *map(Candidate._make, others))
 
     def destinations(self, choices: int) -> str:
         """The value of the destination header: up to `choices` endpoints in order of preference."""
         if choices == 1:
             return self.endpoint.spec.authority
-        return ",".join(candidate.endpoint.spec.authority for candidate in self.preferred(choices))
+        return ",".join(candidate.endpoint.spec.authority for candidate in self.first(choices))
 
 
 @dataclass(slots=True)
@@ -290,13 +290,13 @@ class Selector:
         return weighed, cold
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:
-        mask, refused = 0, {}
+        mask, refused = 0, dict[Endpoint, Ineligible]()
         for endpoint in self.pool:
             reason = constraints.refuse(endpoint, waiting=waiting)
             if reason is None:
                 mask |= endpoint.bit
             else:
-                refused[endpoint.slot] = reason
+                refused[endpoint] = reason
         for passed_over, reason in (
             (self.pool.stale_mask, Ineligible.STALE),
             (self.pool.overloaded_mask, Ineligible.OVERLOADED),
@@ -304,7 +304,7 @@ class Selector:
         ):
             others = mask & ~passed_over
             if others and others != mask:
-                refused |= {endpoint.slot: reason for endpoint in self.pool.in_mask(mask & ~others)}
+                refused |= dict.fromkeys(self.pool.in_mask(mask & ~others), reason)
                 mask = others
         return Eligibility(mask, refused)
 

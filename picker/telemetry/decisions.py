@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 # A decision keeps this many of its candidates and of its refusals, the best first.
 MAX_CANDIDATES = 8
-
-
-# One request makes ten of the following three, hence the kind of class that is made fastest.
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -62,31 +59,47 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     rejected: tuple[Rejection, ...] = ()
 
 
+# Fills in what takes longest to write of a record and is seldom read.
+Detail = Callable[[DecisionRecord], DecisionRecord]
+
+
+def whole(record: DecisionRecord) -> DecisionRecord:
+    """The detail of a record that lacks nothing."""
+    return record
+
+
 @dataclass(slots=True)
 class DecisionLog:
-    """The last `size` decisions by id, and those who watch them come in."""
+    """The last `size` decisions by id, and those who watch them come in. A record gets its detail when it is read."""
 
     size: int = 1000
-    _records: OrderedDict[str, DecisionRecord] = field(default_factory=OrderedDict)
+    _records: OrderedDict[str, tuple[DecisionRecord, Detail]] = field(default_factory=OrderedDict)
     _watchers: set[Watcher] = field(default_factory=set)
 
-    def add(self, record: DecisionRecord) -> None:
+    def add(self, record: DecisionRecord, detail: Detail = whole) -> None:
         if self.size:
-            self._records[record.id] = record
+            self._records[record.id] = (record, detail)
             if len(self._records) > self.size:
                 self._records.popitem(last=False)
         for watcher in self._watchers:
-            watcher.offer(record)
+            watcher.offer(detail(record))
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __iter__(self) -> Iterator[DecisionRecord]:
         """Newest first."""
-        return iter(reversed(self._records.values()))
+        return self.of_class("")
+
+    def of_class(self, policy_class: str) -> Iterator[DecisionRecord]:
+        """Those of a class, or of any class (""), newest first."""
+        for record, detail in reversed(self._records.values()):
+            if not policy_class or record.policy_class == policy_class:
+                yield detail(record)
 
     def get(self, id: str) -> DecisionRecord | None:
-        return self._records.get(id)
+        kept = self._records.get(id)
+        return None if kept is None else kept[1](kept[0])
 
     def watch(self, backlog: int = 256) -> Watcher:
         """Decisions from now on; close it when done. A reader that falls `backlog` behind misses some."""

@@ -5,12 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from picker.telemetry.catalogue import STAGES
-from picker.telemetry.decisions import MAX_CANDIDATES, Candidate, DecisionLog, DecisionRecord, Rejection
+from picker.telemetry.decisions import (
+    MAX_CANDIDATES,
+    Candidate,
+    DecisionLog,
+    DecisionRecord,
+    Detail,
+    Rejection,
+)
 from picker.telemetry.live_recording import LiveRecording
 from picker.telemetry.logs import DecisionLines
 from picker.telemetry.metrics import Metrics
@@ -20,6 +31,7 @@ from picker.telemetry.sources import Sources
 if TYPE_CHECKING:
     from picker.pool.endpoint import Endpoint
     from picker.queueing.work import Dropped, Released, Work
+    from picker.selection.constraints import Constraints, Ineligible
     from picker.selection.selector import Candidate as Weighed
 
 DISPATCHED = "dispatched"
@@ -61,8 +73,7 @@ class Telemetry:
     """Metrics, decisions, shares and decision lines.
 
     Who composes the service fills `sources`, hands `stages` to the pipeline, calls `released` or `dropped` with
-    each outcome of the queue, and keeps `run` running. `clock` is the queue's; `endpoint_at` finds the endpoint in
-    a slot.
+    each outcome of the queue, and keeps `run` running. `clock` is the queue's.
     """
 
     def __init__(
@@ -70,7 +81,6 @@ class Telemetry:
         *,
         clock: Callable[[], float],
         version: str,
-        endpoint_at: Callable[[int], Endpoint | None] = lambda slot: None,
         decisions: int = 1000,
         lines_per_second: float = 1.0,
     ) -> None:
@@ -85,7 +95,6 @@ class Telemetry:
         }
         self._lines = DecisionLines(lines_per_second, clock)
         self._clock = clock
-        self._endpoint_at = endpoint_at
         self._loop = LoopStats()
         self.sources.stats |= {"requests": self.requests, "loop": self._loop}
 
@@ -94,24 +103,29 @@ class Telemetry:
         self.metrics.queue_wait(work.policy_class.label, released.waited)
         self.requests.prompt_tokens += work.demand.raw_tokens
         self.requests.cached_tokens += decision.held_tokens
-        self._keep(
-            self._record(
-                work,
-                DISPATCHED,
-                released.waited,
-                deficit=released.deficit_after,
-                deficit_before=released.deficit_before,
-                prefill=released.prefill.decision.endpoint.spec.authority if released.prefill else "",
-                chosen=decision.endpoint.spec.authority,
-                candidates=tuple(_candidate(each) for each in decision.preferred(MAX_CANDIDATES)),
-                rejected=self._rejections(decision.eligibility.refused),
-            ),
-            explain=work.explain,
+        record = _record(
+            work,
+            DISPATCHED,
+            released.waited,
+            deficit=released.deficit_after,
+            deficit_before=released.deficit_before,
+            prefill=released.prefill.decision.endpoint.spec.authority if released.prefill else "",
+            chosen=decision.endpoint.spec.authority,
         )
+        # Of the prompt nothing is kept.
+        detail = partial(
+            _in_detail,
+            constraints=work.demand.constraints,
+            weighed=decision.first(MAX_CANDIDATES),
+            refused=decision.eligibility.refused,
+        )
+        self._keep(record, detail, explain=work.explain)
 
     def dropped(self, dropped: Dropped) -> None:
-        waited = max(0.0, self._clock() - dropped.work.arrival)
-        self._keep(self._record(dropped.work, str(dropped.reason), waited), explain=dropped.work.explain)
+        work = dropped.work
+        record = _record(work, str(dropped.reason), max(0.0, self._clock() - work.arrival))
+        detail = partial(_in_detail, constraints=work.demand.constraints, weighed=(), refused={})
+        self._keep(record, detail, explain=work.explain)
 
     def reported(self, predicted: int, cached: int) -> None:
         """An engine has told in its response how many of a prompt's tokens it had cached."""
@@ -130,54 +144,60 @@ class Telemetry:
             await asyncio.sleep(_LAG_EVERY)
             self._loop.recent.append(max(0.0, loop.time() - asleep - _LAG_EVERY))
 
-    def _keep(self, record: DecisionRecord, *, explain: bool = False) -> None:
-        self.decisions.add(record)
+    def _keep(self, record: DecisionRecord, detail: Detail, *, explain: bool) -> None:
+        self.decisions.add(record, detail)
         if explain:
-            self._lines.explain(record)
+            self._lines.explain(detail(record))
         else:
             self._lines.write(record)
 
-    def _record(
-        self,
-        work: Work,
-        outcome: str,
-        waited: float,
-        *,
-        deficit: int = 0,
-        deficit_before: int = 0,
-        prefill: str = "",
-        chosen: str = "",
-        candidates: tuple[Candidate, ...] = (),
-        rejected: tuple[Rejection, ...] = (),
-    ) -> DecisionRecord:
-        return DecisionRecord(
-            id=work.id,
-            at=time.time(),
-            policy_class=work.policy_class.label,
-            outcome=outcome,
-            model=work.model,
-            prompt_tokens=work.demand.raw_tokens,
-            cached_tokens=work.cached_tokens,
-            uncached_tokens=work.uncached_tokens,
-            cost=work.cost,
-            estimated=not work.demand.prompt.lengths,
-            wait=waited,
-            deficit=deficit,
-            deficit_before=deficit_before,
-            lane=str(work.demand.constraints),
-            prefill=prefill,
-            chosen=chosen,
-            candidates=candidates,
-            rejected=rejected,
-        )
 
-    def _rejections(self, refused: Mapping[int, str]) -> tuple[Rejection, ...]:
-        named = ((self._endpoint_at(slot), reason) for slot, reason in list(refused.items())[:MAX_CANDIDATES])
-        return tuple(
-            Rejection(endpoint.spec.authority, endpoint.spec.name, str(reason))
-            for endpoint, reason in named
-            if endpoint is not None
-        )
+def _record(
+    work: Work,
+    outcome: str,
+    waited: float,
+    *,
+    deficit: int = 0,
+    deficit_before: int = 0,
+    prefill: str = "",
+    chosen: str = "",
+) -> DecisionRecord:
+    return DecisionRecord(
+        id=work.id,
+        at=time.time(),
+        policy_class=work.policy_class.label,
+        outcome=outcome,
+        model=work.model,
+        prompt_tokens=work.demand.raw_tokens,
+        cached_tokens=work.cached_tokens,
+        uncached_tokens=work.uncached_tokens,
+        cost=work.cost,
+        estimated=not work.demand.prompt.lengths,
+        wait=waited,
+        deficit=deficit,
+        deficit_before=deficit_before,
+        prefill=prefill,
+        chosen=chosen,
+    )
+
+
+def _in_detail(
+    record: DecisionRecord,
+    *,
+    constraints: Constraints,
+    weighed: Iterable[Weighed],
+    refused: Mapping[Endpoint, Ineligible],
+) -> DecisionRecord:
+    rejected = (
+        Rejection(endpoint.spec.authority, endpoint.spec.name, str(reason))
+        for endpoint, reason in islice(refused.items(), MAX_CANDIDATES)
+    )
+    return replace(
+        record,
+        lane=str(constraints),
+        candidates=tuple(_candidate(each) for each in weighed),
+        rejected=tuple(rejected),
+    )
 
 
 def _candidate(weighed: Weighed) -> Candidate:

@@ -32,8 +32,8 @@ def test_who_has_it_or_a_place_for_it_comes_first() -> None:
         fleet.submit("free", constraints=LORA)
     assert set(where(fleet)) == {"has", "place"}
     assert fleet.released[0].decision.eligibility.refused == {
-        fleet.engine("full").slot: Ineligible.ADAPTER_FULL,
-        fleet.engine("none").slot: Ineligible.ADAPTER,
+        fleet.engine("full"): Ineligible.ADAPTER_FULL,
+        fleet.engine("none"): Ineligible.ADAPTER,
     }
 
 

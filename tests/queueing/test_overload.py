@@ -52,7 +52,7 @@ def test_it_is_passed_over_from_the_limit_until_half_of_it(
     assert busy.pool.stats.overloads == (8 in waiting)
     if is_passed_over:
         refused = busy.released[-1].decision.eligibility.refused
-        assert refused == {busy.engine("a").slot: Ineligible.OVERLOADED}
+        assert refused == {busy.engine("a"): Ineligible.OVERLOADED}
 
 
 def test_where_all_are_nobody_is_refused_for_it() -> None:

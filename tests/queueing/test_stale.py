@@ -20,8 +20,7 @@ def test_the_heard_ones_take_everything() -> None:
     for _ in range(30):
         fleet.submit("free")
     assert where(fleet) == {"b", "c"}
-    slot = fleet.engine("a").slot
-    assert fleet.released[0].decision.eligibility.refused == {slot: Ineligible.STALE}
+    assert fleet.released[0].decision.eligibility.refused == {fleet.engine("a"): Ineligible.STALE}
 
 
 def test_with_nobody_heard_all_are_used() -> None:

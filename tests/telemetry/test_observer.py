@@ -51,7 +51,7 @@ def outcome(
             ledger.book(endpoint, 0, 0.0)
     selector = Selector(pool, ledger, KvIndex(), calibration or Calibration())
     queue = AdmissionQueue(load_policy(policy), selector)
-    telemetry = Telemetry(clock=lambda: 5.0, version="0", endpoint_at=pool.by_slot)
+    telemetry = Telemetry(clock=lambda: 5.0, version="0")
     allowed = (frozenset({allow}),) if allow else ()
     demand = Demand(30, PromptKeys.of_tokens([range(30)]), Constraints(allow=allowed))
     policy_class = queue.policy.profile("m").resolve(None, 30)
