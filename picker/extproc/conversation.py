@@ -27,6 +27,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingRequest,
     ProcessingResponse,
 )
+from msgspec import Struct
 
 from picker.extproc import messages
 from picker.extproc.body import BodyBudget, GatheredBody
@@ -86,39 +87,33 @@ class Phase(Enum):
 _RETURNING = (Phase.FORWARDED, Phase.LET_GO)
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(Struct, frozen=True):
     """The request is complete: call `forward` or `refuse`."""
 
     arrival: Arrival
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedEarly:
+class RefusedEarly(Struct, frozen=True):
     """The request was refused before it was complete, or would have been; the replies wait to be sent."""
 
     refused: Refused
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+class GaveUp(Struct, frozen=True):
     """The gateway sends the client a response of its own: drop the decision."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
+class StreamEnded(Struct, frozen=True):
     """The gateway sends nothing more on this stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHeaders:
+class ResponseHeaders(Struct, frozen=True):
     status: int
     headers: Headers
     served: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseChunk:
+class ResponseChunk(Struct, frozen=True):
     """A piece of the response body: the first one always, the others where the exchange wants them."""
 
     data: bytes

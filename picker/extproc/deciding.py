@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import inf
 from uuid import uuid4
+
+from msgspec.structs import replace
 
 from picker.extproc.access_log import REQUEST_ID_HEADER
 from picker.extproc.dispatcher import Dispatcher

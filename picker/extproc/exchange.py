@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
 
+from msgspec import Struct
+
 from picker.extproc.endpoint_accounts import EndpointAccounts
 from picker.extproc.usage import Usage
 from picker.kvcache.predicted import PredictedIndex, Prediction
@@ -35,8 +37,7 @@ class ExchangeStats:
     unknown_access_log_entries: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class RoutedExchange:
+class RoutedExchange(Struct, eq=False):
     """One routed request, the `Progress` of which is heard here. Its booking is released once, by whichever signal
     of its end comes first.
     """

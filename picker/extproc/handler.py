@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from picker.extproc.stages import Stages
 
 Headers = Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(Struct, frozen=True):
     """A whole request as the gateway handed it over; nothing of it has gone upstream yet.
 
     `headers` have lower-case names, keep duplicates and order, and leave the pseudo headers out. `body` is
@@ -57,8 +57,7 @@ class Exchange(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True, array_like=True):
     """How a decision came about, for traces: the request's id, its class, tokens cached and charged, its stages, and
     the endpoint (`ip:port`) if it got one.
     """
@@ -71,8 +70,7 @@ class Facts:
     endpoint: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(Struct, frozen=True):
     """Send the request to `endpoint`: `ip:port`, or a fallback list `ip:port,ip:port` in order of preference; None
     (shadow mode) leaves the gateway to route it as it would without Picker.
 
@@ -88,8 +86,7 @@ class Routed:
     response_headers: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(Struct, frozen=True, array_like=True):
     """Answer the client with an error in the OpenAI shape.
 
     `reason` is a machine word from a closed set (`x-picker-dropped-reason`, a metric label); `message` is for

@@ -2,13 +2,17 @@
 
 The reading side has streams, bodies and tokens. The deciding side has the queue, the index and the ledger. They meet
 in the plain values of this file and nowhere else, so that they can live in one process or in several.
+
+Values that are made for each request are msgspec's Structs, here and elsewhere: a frozen dataclass takes ten times as
+long to make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from picker.extproc.handler import Facts, Refused
 from picker.extproc.stages import Stages
@@ -17,8 +21,7 @@ from picker.requests import Hints, Route
 from picker.selection.selector import Demand
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Struct, frozen=True, array_like=True):
     """A request that has been read: all that deciding needs of it. Its body stays where it was read.
 
     received_at: when its headers came, on the clock of both sides. observes_response: its response passes through
@@ -56,8 +59,7 @@ class Progress(Protocol):
         """The stream is over. Said exactly once. delivered: the gateway got the destination."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True, array_like=True):
     """Where a request goes: the value of the destination header, or None in shadow mode.
 
     progress: who wants to hear how it goes on; None where nothing is booked.

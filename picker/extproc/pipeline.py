@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from picker.extproc.following import Followed, Unfollowed
 from picker.extproc.handler import Arrival, Exchange, Refused, Routed

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from picker.extproc.access_log import MAX_REQUEST_ID_CHARS, REQUEST_ID_HEADER
 from picker.extproc.handler import Arrival, Refused

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 _USAGE = re.compile(rb'"usage"\s*:\s*(?=\{)')
 _DECODER = json.JSONDecoder()
@@ -16,8 +17,7 @@ _TAIL_BYTES = 16 * 1024
 _LARGEST = 2**53
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True, array_like=True):
     """Tokens as reported. None: not reported."""
 
     prompt_tokens: int | None = None

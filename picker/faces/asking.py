@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from picker.extproc import handover
 from picker.extproc.handler import Refused
@@ -82,8 +84,7 @@ class Asking:
             self._send(Leave(serial))
 
 
-@dataclass(frozen=True, slots=True)
-class _Told:
+class _Told(Struct, frozen=True):
     """The `Progress` of a request, as messages to the core."""
 
     serial: int

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 
+import msgspec
+
 from picker.kvcache.index import KvIndex
 from picker.kvcache.matching import PrefixMatch, match_on_device, slots_of
 
@@ -31,8 +33,7 @@ class PredictedStats:
     retracted: int = 0  # of requests that never reached their engine
 
 
-@dataclass(slots=True, eq=False)
-class Prediction:
+class Prediction(msgspec.Struct, eq=False):
     """What one request's prompt makes its endpoint hold. `confirm` or `retract` says whether it came to that.
 
     `older` is what was predicted before of the same blocks, as runs from the prompt's start: (prediction or
@@ -42,7 +43,7 @@ class Prediction:
     slot: int
     number: int
     expiry: float
-    keys: array[int] = field(default_factory=lambda: array("Q"))
+    keys: array[int] = msgspec.field(default_factory=lambda: array("Q"))
     older: tuple[tuple[Prediction | None, int], ...] = ()
     confirmed: bool = False
     # It does not hold: retracted, expired, or forgotten with its endpoint.

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from picker.pool.endpoint import Endpoint, EngineReport
 from picker.pool.pool import PoolChange
 
 
-@dataclass(slots=True)
-class Held:
+class Held(Struct, eq=False):
     """What one holder (a policy class) has on one endpoint. `weight` is what it was last booked with."""
 
     weight: int
@@ -42,8 +43,7 @@ class Load:
     owner: Endpoint | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Booking:
+class Booking(Struct, eq=False):
     """One request's place on an endpoint. `prefill_tokens` is what is still to prefill, 0 once that is done."""
 
     endpoint: Endpoint

@@ -11,9 +11,11 @@ is then empty again, the charge leaves no debt and no credit behind.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from math import inf
+
+from msgspec.structs import replace
 
 from picker.policy.model import CostWeights, Policy, PolicyClass, Profile
 from picker.pool.endpoint import Endpoint

@@ -9,6 +9,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 
+from msgspec import Struct
+
 from picker.kvcache.matching import slots_of
 from picker.queueing.request_queue import Rank, RequestQueue
 from picker.queueing.work import Work
@@ -16,8 +18,7 @@ from picker.selection.constraints import Constraints
 from picker.selection.selector import Demand
 
 
-@dataclass(slots=True, eq=False)
-class Lane:
+class Lane(Struct, eq=False):
     """Requests with equal constraints, in the class's order.
 
     `eligible` is the mask of endpoints that the head may use; of `partners`, if there are any, one must have room as

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+
+from msgspec import Struct
 
 from picker.policy.model import PolicyClass
 from picker.pool.ledger import Booking
@@ -33,8 +34,7 @@ class DropReason(StrEnum):
     SHUTTING_DOWN = "shutting_down"
 
 
-@dataclass(slots=True, eq=False)
-class Work:
+class Work(Struct, eq=False):
     """A request with its frozen snapshot.
 
     Times are seconds on the driver's clock; `arrival` is when its headers came, so that time spent on
@@ -62,10 +62,11 @@ class Work:
     expected_output_tokens: int = 0
     # A trusted source wants this request's decision written to the log, whatever is sampled.
     explain: bool = False
-    own: Constraints = field(init=False)
-    uncached_tokens: int = field(init=False)
-    cost: int = field(init=False)
-    output_charge: float = field(init=False)
+    # These four follow from the others.
+    own: Constraints = Constraints()
+    uncached_tokens: int = 0
+    cost: int = 0
+    output_charge: float = 0.0
     sequence: int = 0
     period: int = 0
     tenant_period: int = 0
@@ -83,17 +84,14 @@ class Work:
         return max(1, self.uncached_tokens) + round(self.output_charge * output_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefill:
+class Prefill(Struct, frozen=True):
     """Another endpoint reads the prompt, and is booked for as long as that takes."""
 
     decision: Decision
     booking: Booking
 
 
-# Not frozen: to make a frozen one takes three times as long, and one is made for each request.
-@dataclass(slots=True, eq=False)
-class Released:
+class Released(Struct, eq=False):
     """The request goes to `decision.endpoint`, where it is booked. prefill: where its prompt is read, if elsewhere.
 
     deficit: the class's deficit before and after the charge of `work.cost`. waited: seconds since arrival.
@@ -113,8 +111,7 @@ class Released:
         return self.decision if self.prefill is None else self.prefill.decision
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(Struct, frozen=True):
     """The request is refused. retry_after: seconds after which a retry may succeed, where that can be said."""
 
     work: Work

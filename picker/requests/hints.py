@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, TypeVar
 
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict
 
 from picker.policy.constraints import Toleration
@@ -68,8 +68,7 @@ class HintTrust(BaseModel):
         return tuple(hint for hint in _HINTS if getattr(self, hint) is Trust.ACCEPT)
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(Struct, frozen=True, array_like=True):
     """The hints of one request that count. None or empty: not given."""
 
     policy_class: str | None = None
@@ -309,8 +308,4 @@ _CONTROL_HEADERS = (
     }
 ) - _PASSED_ON
 
-assert (
-    set(_HINTS)
-    == set(HintTrust.model_fields)
-    == {field.name for field in fields(Hints)} - {"consumed_headers"}
-)
+assert set(_HINTS) == set(HintTrust.model_fields) == set(Hints.__struct_fields__) - {"consumed_headers"}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct, field
 
-@dataclass(frozen=True, slots=True)
-class Truncation:
+
+class Truncation(Struct, frozen=True):
     """Keep only `keep` token ids: the last ones, or the first ones where `right` is set.
 
     `keeps_frame`: the tokenizer cuts, so what its post-processor adds (BOS and the like) counts, but stays. A
@@ -21,8 +21,7 @@ class Truncation:
     keeps_frame: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompts:
+class TextPrompts(Struct, frozen=True):
     """One or more plain texts; the engine makes a request of each.
 
     `add_special_tokens`: whether the tokenizer's post-processor runs (BOS and the like).
@@ -33,16 +32,14 @@ class TextPrompts:
     truncation: Truncation | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompts:
+class TokenPrompts(Struct, frozen=True):
     """One or more prompts given as token ids (unsigned 32 bit), used as they are."""
 
     prompts: tuple[array[int], ...]
     truncation: Truncation | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     """A conversation for the model's chat template.
 
     `messages` and `tools` are in the shape of the chat completions API, as the engine hands them to its template.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from picker.requests.prompts import Prompt
 from picker.requests.routes import Route
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(Struct, frozen=True):
     """What was read from one request. The body itself is never changed, but for the name of its model.
 
     `prompt` is None on `Route.OTHER`, and where only the engine knows the text (prompt embeddings, a stored

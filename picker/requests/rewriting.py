@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
+
+from msgspec.structs import replace
 
 from picker.policy.rewrites import ModelRewrites
 from picker.requests.errors import BadRequest

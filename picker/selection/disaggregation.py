@@ -12,6 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from msgspec import structs
+
 from picker.policy.constraints import LabelIn
 from picker.policy.model import CostWeights, DisaggregationSettings
 from picker.selection.constraints import Constraints
@@ -75,5 +77,5 @@ class Disaggregation:
             return None
         self.stats.requests[Prefilled.APART] += 1
         return self.selector.choose(
-            replace(demand, constraints=demand.constraints.prefill, session=None), mask, weights
+            structs.replace(demand, constraints=demand.constraints.prefill, session=None), mask, weights
         )

@@ -19,13 +19,12 @@ class c that asks. When c would bring u more tokens, with B' = B + u and Q the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from picker.pool.ledger import Load
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Struct, frozen=True):
     """A class with such a bound, as it comes to choose: `holder` is its name in the ledger, `weight` its quantum."""
 
     holder: str

@@ -9,6 +9,8 @@ from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from picker.policy.constraints import TaintEffect
 from picker.policy.model import CostWeights
 from picker.pool.calibration import Calibration
@@ -27,8 +29,7 @@ _COST = itemgetter(-1)
 _COLD_PART = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True, array_like=True):
     """What one request asks of an endpoint: `raw_tokens` to have in its KV cache, and where it may go.
 
     preferred_taints: (taint key or `key=value`, signed weight); a positive weight attracts. session: what to look
@@ -75,9 +76,7 @@ class Eligibility:
     refused: Mapping[Endpoint, Ineligible]
 
 
-# Not frozen, as that would treble the time that it takes to make one.
-@dataclass(slots=True, eq=False)
-class Decision:
+class Decision(Struct, eq=False):
     """The chosen candidate, and the others as they were found. Nobody pays for their order who does not ask.
 
     held_tokens: what the chosen endpoint holds of the prompt, without the discount of slower tiers that is in its

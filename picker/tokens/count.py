@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct
 
 from picker.requests import ChatPrompt, InferenceRequest, Route, TextPrompts, TokenPrompts
 
@@ -32,8 +33,7 @@ class EstimateReason(StrEnum):
     NO_PROMPT = "no_prompt"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCount:
+class TokenCount(Struct, frozen=True):
     """The tokens of one request.
 
     `ids` holds one array of unsigned 32-bit ids per prompt of the batch, `count` is their sum. When `estimated`, `ids`

@@ -10,9 +10,11 @@ import time
 from array import array
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
+
+from msgspec.structs import replace
 
 from picker.requests import ChatPrompt, InferenceRequest, TextPrompts, TokenPrompts
 from picker.tokens.budget import TokenBudget

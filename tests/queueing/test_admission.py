@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from picker.policy.constraints import LabelSelector, Taint, TaintEffect, Toleration
 from picker.policy.model import PolicyClass, QueuePolicy
@@ -600,7 +601,7 @@ class TestReload:
 
         def submit(cost: int, own: Constraints = Constraints()) -> Work:
             work = fleet.work("p", cost, constraints=own)
-            work.demand = replace(work.demand, constraints=own.within(classes["east"]))
+            work.demand = structs.replace(work.demand, constraints=own.within(classes["east"]))
             fleet.take(queue.submit(work, fleet.now))
             return work
 
@@ -642,7 +643,7 @@ class TestReload:
         own = Constraints(tolerations=(Toleration("spot"),))
         for constraints in (own, Constraints(), own):
             work = fleet.work("p", 100, constraints=constraints)
-            work.demand = replace(work.demand, constraints=constraints.within(tolerant))
+            work.demand = structs.replace(work.demand, constraints=constraints.within(tolerant))
             fleet.take(fleet.queue.submit(work, fleet.now))
         fleet.take(fleet.queue.reload(policy_of(one_at_a_time("p")), fleet.now))
         assert [each.work.id for each in fleet.dropped] == ["2"]

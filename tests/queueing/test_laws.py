@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from picker.policy.constraints import LabelSelector, Taint, TaintEffect
 from picker.policy.model import PolicyClass, QueuePolicy
@@ -76,7 +77,7 @@ class QueueMachine(RuleBasedStateMachine):
             priority=priority,
             **({"deadline": self.fleet.now + wait} if wait else {}),
         )
-        work.demand = replace(work.demand, constraints=constraints.within(flow.policy))
+        work.demand = structs.replace(work.demand, constraints=constraints.within(flow.policy))
         self.arrived += 1
         outcomes = self.fleet.queue.submit(work, self.fleet.now)
         if not self.eligible(work):

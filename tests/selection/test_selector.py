@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from picker.kvcache.matching import PrefixMatch
 from picker.policy.constraints import Taint, Toleration
@@ -211,7 +212,7 @@ class TestTaints:
             preferred_taints=(("gpu=h100", 0.5), ("gpu", 0.25), ("elsewhere", 9.0)),
         )
         assert costs(bench.choose(liking))["e0"] == pytest.approx(1000 * exp(-tanh(0.75)))
-        repelled = replace(liking, preferred_taints=(("gpu", -9.0),))
+        repelled = structs.replace(liking, preferred_taints=(("gpu", -9.0),))
         assert costs(bench.choose(repelled))["e0"] == pytest.approx(1000 * exp(1), rel=1e-3)
 
 
