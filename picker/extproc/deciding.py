@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from picker.extproc.access_log import REQUEST_ID_HEADER
 from picker.extproc.dispatcher import Dispatcher
-from picker.extproc.exchange import Exchanges
+from picker.extproc.exchange import Exchanges, RoutedExchange
 from picker.extproc.handler import Facts, Refused
 from picker.extproc.handover import Answer, Placed, Prepared
 from picker.extproc.stages import StageClock, Stages
@@ -101,12 +101,16 @@ class Deciding:
         if isinstance(outcome, Dropped):
             self._observe(stage.taken)
             return _refuse(outcome, _facts(outcome.work, stage.taken))
-        placed = self._send(prepared, outcome)
+        exchange = self._follow(prepared, outcome)
+        destination, headers = None, [(REQUEST_ID_HEADER, outcome.work.id)]
+        if not self.settings.shadow:
+            destination = outcome.decision.destinations(self.settings.choices)
+            headers += self._send(prepared, outcome, exchange)
         stage.done("reply")
         self._observe(stage.taken)
-        self.on_cost(sum(s for name, s in (*prepared.stages, *stage.taken) if name != "queue"))
-        authority = outcome.decision.endpoint.spec.authority
-        return replace(placed, facts=_facts(outcome.work, stage.taken, authority))
+        self.on_cost(sum([s for name, s in (*prepared.stages, *stage.taken) if name != "queue"]))
+        facts = _facts(outcome.work, stage.taken, outcome.decision.endpoint.spec.authority)
+        return Placed(destination, exchange, tuple(headers), facts)
 
     def _observe(self, stages: Stages) -> None:
         for name, seconds in stages:
@@ -163,26 +167,28 @@ class Deciding:
         longest = policy_class.max_queue_wait or self.settings.max_wait
         return received_at + min(longest, inf if hints.ttl is None else hints.ttl)
 
-    def _send(self, prepared: Prepared, released: Released) -> Placed:
-        work, endpoint = released.work, released.decision.endpoint
-        prompt = work.demand.prompt
+    def _follow(self, prepared: Prepared, released: Released) -> RoutedExchange:
         block_size = released.reader.endpoint.block_size or self.selector.pool.default_block_size
-        exchange = self.exchanges.begin(
+        return self.exchanges.begin(
             released,
             observes_response=prepared.observes_response,
-            last_block=prompt.last_block(block_size),
+            last_block=released.work.demand.prompt.last_block(block_size),
             gateway_id=prepared.gateway_id,
         )
-        headers = [(REQUEST_ID_HEADER, work.id)]
-        if self.settings.shadow:
-            return Placed(None, exchange, tuple(headers))
-        exchange.predictions = self.on_sent(released, prompt)
+
+    def _send(
+        self, prepared: Prepared, released: Released, exchange: RoutedExchange
+    ) -> list[tuple[str, str]]:
+        """It really goes there. Returns the headers that its engine has to see."""
+        spec = released.decision.endpoint.spec
+        exchange.predictions = self.on_sent(released, released.work.demand.prompt)
         self._finish_session(prepared)
-        if endpoint.spec.shares_port:
-            headers.append((RANK_HEADER, str(endpoint.spec.rank)))
+        headers = []
+        if spec.shares_port:
+            headers.append((RANK_HEADER, str(spec.rank)))
         if released.prefill is not None:
             headers.append((PREFILLER_HEADER, released.prefill.decision.endpoint.spec.authority))
-        return Placed(released.decision.destinations(self.settings.choices), exchange, tuple(headers))
+        return headers
 
     def _pass_through(self, prepared: Prepared) -> Placed | Refused:
         """What is no inference is not queued and costs nothing, but goes only where its constraints allow."""

@@ -22,6 +22,7 @@ class Dispatcher:
         self._waiting: dict[Work, Callable[[Outcome], None]] = {}
         self._poll_soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = inf
 
     def submit(self, work: Work, tell: Callable[[Outcome], None]) -> None:
         """Have the request wait for its turn, if only for the length of this call. `tell` hears of its outcome, once,
@@ -63,10 +64,16 @@ class Dispatcher:
         self.deliver(self.queue.poll(self._clock()))
 
     def _set_timer(self) -> None:
+        """Wake up in time. A timer that is set for earlier stays, though whom it was set for may have gone."""
+        wakeup = self.queue.next_wakeup()
+        if wakeup >= self._wakes_at:
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        wakeup = self.queue.next_wakeup()
-        if wakeup < inf:
-            delay = max(0.0, wakeup - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(delay, self.kick)
+        delay = max(0.0, wakeup - self._clock())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._wake)
+        self._wakes_at = wakeup
+
+    def _wake(self) -> None:
+        self._wakes_at = inf
+        self.kick()

@@ -46,11 +46,12 @@ class EndpointSpec:
     block_size: int | None = None
     max_num_batched_tokens: int | None = None
     models: frozenset[str] = frozenset()
+    # `ip:port`, IPv6 in brackets: the form of the destination header.
+    authority: str = field(init=False, compare=False, repr=False)
 
-    @property
-    def authority(self) -> str:
-        """`ip:port`, IPv6 in brackets: the form of the destination header."""
-        return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+    def __post_init__(self) -> None:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        object.__setattr__(self, "authority", f"{host}:{self.port}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,8 @@ class AdmissionQueue:
         # The last poll stopped at its limit.
         self._more = False
         self._everybody = sum(endpoint.bit for endpoint in self._pool)
+        # Does any class have an order that may hold its head?
+        self._holds = False
         self.policy = policy
         self.reload(policy, 0.0)
         self._ledger.on_change = self._load_changed
@@ -174,8 +176,8 @@ class AdmissionQueue:
         """When `poll` must be called at the latest: the end of a wait or of a hold. Infinity: never."""
         if self._more:
             return -inf
-        held = (flow.queue.held_until() for flow in self._ring if flow.queue.dynamic)
-        return min(self._deadlines.first(), min(held, default=inf))
+        first = self._deadlines.first()
+        return min([first, *(flow.queue.held_until() for flow in self._ring)]) if self._holds else first
 
     def shut_down(self, now: float) -> list[Outcome]:
         """Refuse everybody who waits, and whoever comes from now on."""
@@ -207,6 +209,7 @@ class AdmissionQueue:
                 self._flows[policy_class.key] = self._new_flow(policy_class, kept)
         for gone in old.values():
             homeless += self._evict(gone)
+        self._holds = any(flow.queue.dynamic for flow in self._flows.values())
         for work in sorted(homeless, key=lambda work: work.sequence):
             flow = self._resolve(work)
             work.demand = self._demand(work)
