@@ -18,7 +18,7 @@ from picker.pool.ledger import Booking, Ledger
 from picker.pool.pool import Pool
 from picker.queueing.deadlines import Deadlines
 from picker.queueing.work import Released
-from picker.selection.selector import Candidate
+from picker.selection.weighing import Candidate
 
 
 @dataclass(slots=True)

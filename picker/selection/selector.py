@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, tanh
-from operator import itemgetter
+from math import exp
 from random import Random
-from typing import NamedTuple
 
 from msgspec import Struct
 
-from picker.policy.constraints import TaintEffect
 from picker.policy.model import CostWeights
 from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint
-from picker.pool.ledger import Ledger, Load
+from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
 from picker.selection.cold_turns import ColdTurns
 from picker.selection.constraints import Constraints, Ineligible, has_adapter_place
 from picker.selection.endpoint_share import Claim
 from picker.selection.prompt_keys import PrefixIndex, PromptKeys, cached_tokens
 from picker.selection.sessions import SessionKey, Sessions
+from picker.selection.weighing import Candidate, Members, Weighed, weigh_prefill
 
 _DEFAULT_WEIGHTS = CostWeights()
-_COST = itemgetter(-1)
+# Busy endpoints come and go, and with them the masks that are asked about.
+_REMEMBERED_MASKS = 64
 # What an idle pool may have of a prompt that is cold all the same: many begin with one system prompt.
 _COLD_PART = 0.1
 
@@ -43,31 +42,6 @@ class Demand(Struct, frozen=True, array_like=True):
     session: SessionKey | None = None
 
 
-# As in `Candidate`, but plain, as there are many of them and few are looked at.
-Terms = tuple[Endpoint, int, int, int, int, float, float, float, float, float, float]
-
-
-class Candidate(NamedTuple):
-    """One endpoint's terms in a decision, in tokens, but for `running` (requests).
-
-    The last six are weighted tokens: what it costs because those who decode there hold it up (where their pace is
-    learned), and on top because its prefill would hold up those who come after, because others should have a turn at a
-    cold prompt, because the class is over its share there, and because the session was elsewhere; and the cost in all.
-    """
-
-    endpoint: Endpoint
-    cached_tokens: int
-    uncached_tokens: int
-    booked_prefill_tokens: int
-    running: int
-    interference: float
-    crowding: float
-    cold_turn: float
-    over_share: float
-    off_session: float
-    cost: float
-
-
 @dataclass(frozen=True, slots=True)
 class Eligibility:
     """The endpoints that constraints admit, as a mask, and why each other one is refused."""
@@ -84,7 +58,7 @@ class Decision(Struct, eq=False):
     """
 
     chosen: Candidate
-    others: list[Terms]
+    weighed: Weighed
     eligibility: Eligibility
     held_tokens: int
 
@@ -95,17 +69,18 @@ class Decision(Struct, eq=False):
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The chosen one first, then the rest by rising cost."""
-        return self.first(1 + len(self.others))
+        return self.first(len(self.weighed.endpoints))
 
     def first(self, number: int) -> tuple[Candidate, ...]:
         """The first so many of the candidates."""
-        others = sorted(self.others, key=_COST)[: number - 1]
-        return (self.chosen, *map(Candidate._make, others))
+        chosen, endpoints = self.chosen.endpoint, self.weighed.endpoints
+        others = [place for place in self.weighed.by_cost() if endpoints[place] is not chosen]
+        return (self.chosen, *map(self.weighed.candidate, others[: number - 1]))
 
     def destinations(self, choices: int) -> str:
         """The value of the destination header: up to `choices` endpoints in order of preference."""
         if choices == 1:
-            return self.endpoint.spec.authority
+            return self.chosen.endpoint.spec.authority
         return ",".join(candidate.endpoint.spec.authority for candidate in self.first(choices))
 
 
@@ -126,6 +101,7 @@ class Selector:
     max_remembered_constraints: int = 4096
     _eligible: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_waiting: dict[Constraints, Eligibility] = field(default_factory=dict)
+    _by_mask: dict[int, Members] = field(default_factory=dict)
     _eligible_version: int = -1
     _adapters_version: int = -1
 
@@ -150,6 +126,7 @@ class Selector:
     def _forget_eligible(self) -> None:
         self._eligible.clear()
         self._eligible_waiting.clear()
+        self._by_mask.clear()
         self._eligible_version = self.pool.version
         self._adapters_version = self.pool.adapters_version
 
@@ -218,9 +195,9 @@ class Selector:
             mask = home.bit
         discounts: dict[int, int] = {}
         weighed, cold = self._weigh(demand, mask, weights, claim, home, discounts)
-        if not weighed:
+        if not weighed.costs:
             raise ValueError("no endpoint in the mask")
-        chosen = Candidate(*weighed.pop(self._draw([terms[-1] for terms in weighed], weights.temperature)))
+        chosen = weighed.candidate(self._draw(weighed.costs, weights.temperature))
         if cold:
             self.cold_turns.took(chosen.endpoint)
         eligibility = self.eligible(demand.constraints, waiting=waiting)
@@ -242,51 +219,39 @@ class Selector:
         claim: Claim | None,
         home: Endpoint | None,
         discounts: dict[int, int],
-    ) -> tuple[list[Terms], int]:
-        """The terms of every endpoint of the mask, and how much of the prompt is cold. This is the innermost loop of
-        all: plain locals.
-        """
-        raw = demand.raw_tokens
+    ) -> tuple[Weighed, int]:
+        """The terms of every endpoint of the mask, and how much of the prompt is cold."""
         cached = self.cached(demand, mask, weights, discounts)
-        endpoints = self.pool.in_mask(mask)
-        loads = self.ledger.loads(endpoints)
-        slowness = self.calibration.slowness
-        uncached_weight, load_weight = weights.uncached, weights.prefill_load
-        running_weight, kv_weight = weights.running_tokens, weights.kv_usage_tokens
-        decode_weight = weights.decode_interference * (self.calibration.typical or 0.0)
-        gaps = self.calibration.inter_token.known if decode_weight else None
-        crowd = _crowd(loads, weights)
-        turns: Mapping[int, float] = {}
-        cold = _cold_tokens(demand, cached, loads)
+        members, calibration = self._members(mask), self.calibration
+        weighed = weigh_prefill(demand.raw_tokens, members, cached, calibration.slowness, weights)
+        weighed.add_decoding(weights, calibration.typical or 0.0, calibration.inter_token.known)
+        if weights.kv_usage_tokens:
+            weighed.add_kv_usage(weights)
+        weighed.apply_taints(members.tainted, demand.constraints, demand.preferred_taints, weights)
+        cold = _cold_tokens(demand, cached, weighed.running)
         if cold and weights.cold_turn:
-            turns = self.cold_turns.standing(mask, len(endpoints))
-        turn_weight = weights.cold_turn * cold
-        # Who cannot take the request now draws it no more, and repels it from nobody.
-        away = weights.session_tokens if home is not None and home.bit & mask else 0.0
-        weighed: list[Terms] = []
-        for endpoint, load in zip(endpoints, loads, strict=True):
-            slot = endpoint.slot
-            found = min(cached.get(slot, 0), raw) if cached else 0
-            booked = load.prefill_tokens
-            running = load.running + load.foreign
-            slow = slowness.get(slot, 1.0)
-            crowding = crowd * (raw - found) * slow
-            cost = (uncached_weight * (raw - found) + load_weight * booked) * slow + crowding
-            gap = gaps.get(slot) if gaps else None
-            interference = decode_weight * gap * running if gap is not None else 0.0
-            cost += interference if gap is not None else running_weight * running
-            if kv_weight and endpoint.report and endpoint.report.kv_usage:
-                cost += kv_weight * endpoint.report.kv_usage
-            if endpoint.spec.taints:
-                cost = _with_taints(cost, endpoint, demand, weights)
-            turn = turn_weight * turns.get(slot, 0.0) if turns else 0.0
-            over = claim.surcharge(load, raw - found) if claim is not None else 0.0
-            off = away if endpoint is not home else 0.0
-            cost += turn + over + off
-            weighed.append(
-                (endpoint, found, raw - found, booked, running, interference, crowding, turn, over, off, cost)
+            weighed.add_turns(
+                self.cold_turns.standing(mask, len(members.endpoints)), weights.cold_turn * cold
             )
+        if claim is not None:
+            weighed.add_claim(claim, members.loads)
+        # Who cannot take the request now draws it no more, and repels it from nobody.
+        if home is not None and home.bit & mask:
+            weighed.add_away_from(home, weights.session_tokens)
         return weighed, cold
+
+    def _members(self, mask: int) -> Members:
+        """Who is in the mask, remembered until the pool changes."""
+        if self._eligible_version != self.pool.version:
+            self._forget_eligible()
+        found = self._by_mask.get(mask)
+        if found is None:
+            if len(self._by_mask) >= _REMEMBERED_MASKS:
+                self._by_mask.clear()
+            endpoints = self.pool.in_mask(mask)
+            tainted = [place for place, endpoint in enumerate(endpoints) if endpoint.spec.taints]
+            found = self._by_mask[mask] = Members(endpoints, self.ledger.loads(endpoints), tainted)
+        return found
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:
         mask, refused = 0, dict[Endpoint, Ineligible]()
@@ -326,14 +291,7 @@ class Selector:
         return self.random.choices(range(len(costs)), odds)[0]
 
 
-def _crowd(loads: Sequence[Load], weights: CostWeights) -> float:
-    """What a token of prefill costs those who will wait for it: as many as wait for theirs on such an endpoint now."""
-    if not weights.crowding or not loads:
-        return 0.0
-    return weights.crowding * sum([load.prefilling for load in loads]) / len(loads)
-
-
-def _cold_tokens(demand: Demand, cached: Mapping[int, int], loads: Sequence[Load]) -> int:
+def _cold_tokens(demand: Demand, cached: Mapping[int, int], running: Sequence[int]) -> int:
     """The tokens that nobody has of a prompt that is cold; 0 of any other, and of one whose tokens nobody knows, as it
     may be cached somewhere.
 
@@ -344,19 +302,5 @@ def _cold_tokens(demand: Demand, cached: Mapping[int, int], loads: Sequence[Load
     if not demand.prompt.lengths:
         return 0
     most = max(cached.values(), default=0)
-    idle = most > 0 and sum([load.running + load.foreign for load in loads]) < len(loads)
+    idle = most > 0 and sum(running) < len(running)
     return demand.raw_tokens - most if most <= (_COLD_PART * demand.raw_tokens if idle else 0) else 0
-
-
-def _with_taints(cost: float, endpoint: Endpoint, demand: Demand, weights: CostWeights) -> float:
-    """Untolerated PreferNoSchedule taints add tokens; preferred taints scale by exp(-tanh(sum of weights))."""
-    for taint in endpoint.spec.taints:
-        if taint.effect is TaintEffect.PREFER_NO_SCHEDULE and not demand.constraints.tolerates(taint):
-            cost += weights.prefer_no_schedule_tokens
-    if demand.preferred_taints:
-        carried = {
-            text for taint in endpoint.spec.taints for text in (taint.key, f"{taint.key}={taint.value}")
-        }
-        attraction = sum(weight for text, weight in demand.preferred_taints if text in carried)
-        cost *= exp(-tanh(attraction))
-    return cost

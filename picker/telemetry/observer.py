@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from picker.pool.endpoint import Endpoint
     from picker.queueing.work import Dropped, Released, Work
     from picker.selection.constraints import Constraints, Ineligible
-    from picker.selection.selector import Candidate as Weighed
+    from picker.selection.weighing import Candidate as Weighed
 
 DISPATCHED = "dispatched"
 

@@ -25,10 +25,12 @@ from picker.queueing.admission import AdmissionQueue, QueueLimits
 from picker.queueing.work import Outcome, Released, Work
 from picker.selection.constraints import Constraints
 from picker.selection.prompt_keys import Prefix, PromptKeys
-from picker.selection.selector import Candidate, Decision, Demand, Eligibility, Selector
+from picker.selection.selector import Decision, Demand, Eligibility, Selector
+from picker.selection.weighing import Candidate, Members, weigh_prefill
 
 BLOCK = 16
 NOBODY_REFUSED = Eligibility(0, {})
+NOTHING_WEIGHED = weigh_prefill(0, Members([], [], []), {}, {}, CostWeights())
 ROOT = root_key(BLOCK, None)
 
 
@@ -43,7 +45,7 @@ class FirstFree(Selector):
     def choose(self, demand: Demand, mask: int, weights: CostWeights, **options: object) -> Decision:
         endpoint = self.pool.in_mask(mask & -mask)[0]
         chosen = Candidate(endpoint, 0, demand.raw_tokens, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        return Decision(chosen, [], NOBODY_REFUSED, held_tokens=0)
+        return Decision(chosen, NOTHING_WEIGHED, NOBODY_REFUSED, held_tokens=0)
 
 
 class Bench:

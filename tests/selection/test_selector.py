@@ -23,7 +23,8 @@ from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool
 from picker.selection.constraints import Constraints, Ineligible
 from picker.selection.prompt_keys import PromptKeys
-from picker.selection.selector import Candidate, Decision, Demand, Selector
+from picker.selection.selector import Decision, Demand, Selector
+from picker.selection.weighing import Candidate
 
 EVERYBODY = -1
 BLOCK = 16
