@@ -38,8 +38,8 @@ class Dispatcher:
             self.kick()
 
     def kick(self) -> None:
-        """Something may have freed capacity: poll once this tick's other work is done."""
-        if self._poll_soon is None:
+        """Something may have freed capacity: poll once this tick's other work is done, if anybody waits for it."""
+        if self._waiting and self._poll_soon is None:
             self._poll_soon = asyncio.get_running_loop().call_soon(self._poll)
 
     def deliver(self, outcomes: Iterable[Outcome]) -> None:
