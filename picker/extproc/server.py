@@ -1,8 +1,9 @@
 """The ext_proc gRPC server: a thin loop around `Conversation`.
 
-Every stream has two coroutines. The reader takes the gateway's messages as they come, so that an end of the
-stream is noticed at any time; the writer decides and sends replies, and while it waits for the socket more
-response chunks can gather and leave together. Whatever ends a stream, `_Stream._close` runs once.
+A stream has one coroutine while it can: most requests are decided at once, and where responses pass by, all that is
+left then is the end. A second one reads beside it where that is not so: while a decision has to be waited for, so that
+an end of the stream is noticed at any time, and while responses pass through, so that more of their chunks can gather
+and leave together while the socket is waited for. Whatever ends a stream, `_Stream._close` runs once.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ class _Stream:
         self._overloaded = server.stats.active_streams >= server.max_streams
         self._context = context
         self._conversation = Conversation(server.limits, server.budget)
-        self._decision: asyncio.Task[Routed | Refused] | None = None
+        # The task that waits for a decision, while it does, and whether nobody wants that any more.
+        self._deciding: asyncio.Task[Any] | None = None
+        self._abandoned = False
         self._reader: asyncio.Task[None] | None = None
         self._exchange: Exchange | None = None
         self._answered = False
@@ -165,9 +168,8 @@ class _Stream:
         if arrival is None and self._conversation.phase is not Phase.LET_GO:
             return
         await self._write_waiting()
-        self._reader = asyncio.create_task(self._read_rest())
         if arrival is not None:
-            decision = await self._decide(arrival, self._reader)
+            decision = await self._decide(arrival)
             if isinstance(decision, Refused):
                 await self._refuse(decision)
                 if self._conversation.phase is Phase.REFUSED:
@@ -176,7 +178,10 @@ class _Stream:
                 self._conversation.forward(decision)
                 self._answered = True
                 self._stats.routed += 1
-        await self._write_until_end(self._reader)
+        if self._reader is None and arrival is not None and not arrival.observes_response:
+            await self._write_and_read_until_end()
+        else:
+            await self._write_until_end(self._read_beside())
 
     # Reading
 
@@ -207,6 +212,12 @@ class _Stream:
                     return None
             await self._write_waiting()
 
+    def _read_beside(self) -> asyncio.Task[None]:
+        """Read on in a task of its own, from now on."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._read_rest())
+        return self._reader
+
     async def _read_rest(self) -> None:
         """Read on to the end of the stream, while the request is decided and its response passes through."""
         try:
@@ -218,13 +229,13 @@ class _Stream:
                     self._written.clear()
                     await self._written.wait()
         finally:
-            self._drop_decision()
+            self._abandon_decision()
             self._something_to_write.set()
 
     def _follow(self, event: Event) -> None:
         """Tell the exchange what became of its request."""
         if isinstance(event, GaveUp):
-            self._drop_decision()
+            self._abandon_decision()
         if self._exchange is None:
             return
         try:
@@ -239,36 +250,54 @@ class _Stream:
 
     # Deciding
 
-    async def _decide(self, arrival: Arrival, reader: asyncio.Task[None]) -> Routed | Refused | None:
+    async def _decide(self, arrival: Arrival) -> Routed | Refused | None:
         """The handler's decision; None when nobody waits for it any more."""
-        self._decision = asyncio.create_task(self._handler.route(arrival))
+        if (task := asyncio.current_task()) is None:
+            raise RuntimeError("a stream is served by a task")
+        decision: Routed | Refused
+        self._deciding = task
+        reading = asyncio.get_running_loop().call_soon(self._read_beside)
         try:
-            decision = await self._decision
+            decision = await self._handler.route(arrival)
         except asyncio.CancelledError:
-            if _being_cancelled():
+            if task.cancelling() > self._abandoned:
                 raise
-            if not self._somebody_waits(reader):
+            if self._abandoned:
                 return None
             decision = self._failed("deciding was cancelled from inside")
         except Exception:
             decision = self._failed("deciding failed")
+        finally:
+            self._deciding = None
+            reading.cancel()
+            if self._abandoned:
+                task.uncancel()
         if isinstance(decision, Routed):
             self._exchange = decision.exchange
-        return decision if self._somebody_waits(reader) else None
-
-    def _somebody_waits(self, reader: asyncio.Task[None]) -> bool:
-        return self._conversation.undecided and not reader.done() and not _being_cancelled()
+        if task.cancelling():
+            # The stream was reset, and deciding went on all the same.
+            raise asyncio.CancelledError
+        return decision if self._conversation.undecided and not self._abandoned else None
 
     def _failed(self, what: str) -> Refused:
         self._stats.internal_errors += 1
         log.exception(what)
         return _INTERNAL_ERROR
 
-    def _drop_decision(self) -> None:
-        if self._decision is not None and not self._decision.done():
-            self._decision.cancel()
+    def _abandon_decision(self) -> None:
+        """Stop deciding, as `asyncio.timeout` stops what takes too long."""
+        if self._deciding is not None and not self._abandoned:
+            self._abandoned = True
+            self._deciding.cancel()
 
     # Writing
+
+    async def _write_and_read_until_end(self) -> None:
+        await self._write_waiting()
+        while not isinstance(event := await self._read(), StreamEnded):
+            if event is not None:
+                self._follow(event)
+            await self._write_waiting()
 
     async def _write_until_end(self, reader: asyncio.Task[None]) -> None:
         while True:
@@ -315,17 +344,6 @@ class _Stream:
             self._reader.add_done_callback(_retrieve)
         if self._exchange is not None:
             self._finish(self._exchange)
-        elif self._decision is not None:
-            # Cancelled, but it may be too late to stop it: what it still books must be released.
-            self._drop_decision()
-            self._decision.add_done_callback(self._finish_late)
-
-    def _finish_late(self, decision: asyncio.Task[Routed | Refused]) -> None:
-        _retrieve(decision)
-        if not decision.cancelled() and decision.exception() is None:
-            late = decision.result()
-            if isinstance(late, Routed):
-                self._finish(late.exchange)
 
     def _finish(self, exchange: Exchange) -> None:
         try:
@@ -333,11 +351,6 @@ class _Stream:
         except Exception:
             self._stats.internal_errors += 1
             log.exception("releasing a request failed")
-
-
-def _being_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:

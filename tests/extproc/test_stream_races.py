@@ -60,8 +60,7 @@ async def test_a_decision_lost_to_a_cancellation_is_released() -> None:
     stream: Stream
 
     async def decide(handler: StubHandler, arrival: Arrival) -> Routed:
-        # Runs after this returns, and before whoever waits for it goes on.
-        asyncio.get_running_loop().call_soon(stream.task.cancel)
+        stream.task.cancel()
         return handler.routed()
 
     handler = StubHandler(decide=decide)
