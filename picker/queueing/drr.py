@@ -28,7 +28,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 
 class Backlog(Protocol):
@@ -59,7 +61,7 @@ class Flow(Generic[Queue]):
     disturbed: int = 0
 
 
-class Turn(NamedTuple, Generic[Queue]):
+class Turn(Struct, Generic[Queue]):
     """Whom the walk serves next: `flow`, reached in `round`, for a head of `cost`.
 
     `credit` is the number of quanta it needs by then, 0 when its deficit covers its head already.

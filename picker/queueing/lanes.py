@@ -237,7 +237,8 @@ class Lanes:
         if head is not None:
             if lane.constraints is None:
                 self._ask(lane, head.demand.constraints)
-            self._offer(lane)
+            if self._sole is None:
+                self._offer(lane)
             return
         self._index(lane, 0)
         if lane.constraints is None:
@@ -267,8 +268,6 @@ class Lanes:
 
     def _offer(self, lane: Lane) -> None:
         lane.blocked = False
-        if self._sole is not None:
-            return
         heappush(self._candidates, (lane.queue.head_rank(), next(self._serial), lane.stamp, lane))
         if len(self._candidates) > 4 * len(self._lanes) + 64:
             self._candidates = [entry for entry in self._candidates if _is_latest(entry)]
