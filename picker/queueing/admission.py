@@ -37,6 +37,8 @@ from picker.selection.endpoint_share import Claim
 from picker.selection.selector import Decision, Demand, Selector
 
 _DEFAULT_WEIGHTS = CostWeights()
+# Of a request whose tokens are only estimated.
+_NOTHING_KNOWN = CacheLook(0.0, None)
 _HOPELESS = (DropReason.NO_ENDPOINT, DropReason.PIN_NOT_ALLOWED)
 
 
@@ -479,6 +481,8 @@ class AdmissionQueue:
         return self.selector.eligible(constraints, waiting=True).mask
 
     def _look(self, work: Work) -> CacheLook:
+        if not work.demand.prompt.lengths:
+            return _NOTHING_KNOWN
         constraints = work.demand.constraints
         mask = self._waiting_mask(constraints) | self.disaggregation.mask(constraints)
         block_size = min(self._pool.block_sizes(), default=self._pool.default_block_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -13,7 +14,7 @@ from picker.extproc.conversation import CONGESTED_BYTES
 from picker.extproc.handler import Arrival, Routed
 from picker.extproc.server import EOF, SERVICE_NAME, ExtProcServer
 from tests.support import messages
-from tests.support.handlers import StubHandler
+from tests.support.handlers import StubHandler, held_until
 
 
 class Stream:
@@ -105,3 +106,69 @@ async def test_a_reset_while_writing_counts_as_delivered() -> None:
     stream.task.cancel()
     await asyncio.wait([stream.task])
     assert [exchange.finishes for exchange in handler.exchanges] == [[True]]
+
+
+NO_RESPONSE = (messages.FULL_DUPLEX[0], messages.BodyMode.NONE)
+
+
+async def test_what_is_decided_at_once_needs_no_other_task() -> None:
+    """Where responses pass by, all that is left to read is the end, and whatever else comes is answered."""
+    handler = StubHandler()
+    server = ExtProcServer(handler)
+    before = asyncio.all_tasks()
+    stream = Stream(server)
+    stream.send(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
+    await steps(20)
+    assert asyncio.all_tasks() - before == {stream.task}
+    assert len(stream.written) == 1
+    stream.send(messages.response_headers())
+    await steps(20)
+    assert stream.written[1].HasField("response_headers")
+    assert handler.exchanges[0].status == 200
+    stream.send(None)
+    await stream.task
+    assert handler.exchanges[0].finishes == [True]
+
+
+async def test_an_end_is_noticed_while_a_decision_is_waited_for() -> None:
+    handler = StubHandler(decide=held_until(asyncio.Event()))
+    server = ExtProcServer(handler)
+    stream = Stream(server)
+    stream.send(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
+    await steps(20)
+    assert handler.waiting == 1
+    stream.send(None)
+    await stream.task
+    assert (handler.waiting, handler.cancelled, stream.task.cancelling()) == (0, 1, 0)
+    assert (server.stats.given_up, server.stats.internal_errors, server.stats.active_streams) == (1, 0, 0)
+
+
+async def test_a_decision_that_comes_in_spite_of_the_end_is_released() -> None:
+    async def stubborn(handler: StubHandler, arrival: Arrival) -> Routed:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return handler.routed()
+
+    handler = StubHandler(decide=stubborn)
+    stream = Stream(ExtProcServer(handler))
+    stream.send(messages.request_headers("GET", end=True))
+    await steps(20)
+    stream.send(None)
+    await stream.task
+    assert stream.written == []
+    assert (handler.exchanges[0].finishes, stream.task.cancelling()) == ([False], 0)
+
+
+async def test_a_decision_that_is_waited_for_is_written_and_followed() -> None:
+    release = asyncio.Event()
+    handler = StubHandler(decide=held_until(release))
+    stream = Stream(ExtProcServer(handler))
+    stream.send(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
+    await steps(20)
+    assert stream.written == []
+    release.set()
+    await steps(20)
+    assert len(stream.written) == 1
+    stream.send(None)
+    await stream.task
+    assert handler.exchanges[0].finishes == [True]
