@@ -38,6 +38,10 @@ from picker.tokens import TokenCount, Tokenizers
 
 T = TypeVar("T")
 
+# What nearly all requests ask of their endpoint: allow, tolerations, required_taints, pin, rank, adapter.
+_NOTHING = ((), (), (), None, None, None)
+_NOTHING_ASKED = Constraints()
+
 # Bytes from which on a body is large.
 _LARGE = 64 * 1024
 # What a token is taken for, in bytes of a body.
@@ -161,8 +165,12 @@ def _gateway_id(arrival: Arrival) -> str | None:
 def _constraints(arrival: Arrival, hints: Hints, adapter: str | None) -> Constraints:
     """What the gateway and trusted hints ask of the endpoint, and the adapter that the model is."""
     lists = (subset_hint(arrival.metadata), hints.allow_list)
+    allow = tuple([frozenset(entries) for entries in lists if entries is not None])
+    given = (allow, hints.tolerations, hints.required_taints, hints.pin, hints.rank, adapter)
+    if given == _NOTHING:
+        return _NOTHING_ASKED
     return Constraints(
-        allow=tuple(frozenset(entries) for entries in lists if entries is not None),
+        allow=allow,
         tolerations=hints.tolerations,
         required_taints=frozenset(hints.required_taints),
         pin=hints.pin,

@@ -74,7 +74,7 @@ class Decision(Struct, eq=False):
     def first(self, number: int) -> tuple[Candidate, ...]:
         """The first so many of the candidates."""
         chosen, endpoints = self.chosen.endpoint, self.weighed.endpoints
-        others = [place for place in self.weighed.by_cost() if endpoints[place] is not chosen]
+        others = [place for place in self.weighed.by_cost()[:number] if endpoints[place] is not chosen]
         return (self.chosen, *map(self.weighed.candidate, others[: number - 1]))
 
     def destinations(self, choices: int) -> str:

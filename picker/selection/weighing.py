@@ -18,7 +18,7 @@ from picker.selection.constraints import Constraints
 from picker.selection.endpoint_share import Claim
 
 
-class Candidate(NamedTuple):
+class Candidate(Struct, frozen=True, gc=False):
     """One endpoint's terms in a decision, in tokens, but for `running` (requests).
 
     The last six are weighted tokens: what it costs because those who decode there hold it up (where their pace is
@@ -59,13 +59,13 @@ class Weighed(Struct, eq=False):
     uncached: list[int]
     booked: list[int]
     running: list[int]
-    slow: list[float]
+    slow: Sequence[float]
     crowd: float
     costs: list[float]
-    interference: list[float] = []
-    turns: list[float] = []
-    over: list[float] = []
-    off: list[float] = []
+    interference: Sequence[float] = ()
+    turns: Sequence[float] = ()
+    over: Sequence[float] = ()
+    off: Sequence[float] = ()
 
     def candidate(self, place: int) -> Candidate:
         """The row of one endpoint."""
@@ -157,7 +157,9 @@ def weigh_prefill(
         uncached = [raw - min(cached.get(endpoint.slot, 0), raw) for endpoint in endpoints]
     booked = [load.prefill_tokens for load in loads]
     running = [load.running + load.foreign for load in loads]
-    slow = [slowness.get(endpoint.slot, 1.0) for endpoint in endpoints] if slowness else []
+    slow: Sequence[float] = ()
+    if slowness:
+        slow = [slowness.get(endpoint.slot, 1.0) for endpoint in endpoints]
     crowd = _crowd(loads, weights)
     own, ahead = weights.uncached, weights.prefill_load
     costs = [own * mine + ahead * theirs for mine, theirs in zip(uncached, booked, strict=True)]

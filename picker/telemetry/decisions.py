@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -13,7 +14,7 @@ import msgspec
 MAX_CANDIDATES = 8
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One endpoint that was weighed. `total` is its cost in weighted tokens; `terms` are what went into it."""
 
     endpoint: str
@@ -23,7 +24,7 @@ class Candidate(msgspec.Struct, frozen=True):
     terms: Mapping[str, float]
 
 
-class Rejection(msgspec.Struct, frozen=True):
+class Rejection(msgspec.Struct, frozen=True, gc=False):
     """One endpoint that could not take the request."""
 
     endpoint: str
@@ -31,7 +32,7 @@ class Rejection(msgspec.Struct, frozen=True):
     reason: str
 
 
-class DecisionRecord(msgspec.Struct, frozen=True):
+class DecisionRecord(msgspec.Struct, frozen=True, gc=False):
     """What became of one request. Tokens are tokens, `at` is Unix seconds, `wait` seconds.
 
     `outcome` is "dispatched" or the reason of the refusal; `deficit` is the class's after the charge, and
@@ -59,13 +60,10 @@ class DecisionRecord(msgspec.Struct, frozen=True):
     rejected: tuple[Rejection, ...] = ()
 
 
-# Fills in what takes longest to write of a record and is seldom read.
-Detail = Callable[[DecisionRecord], DecisionRecord]
+class Detail(Protocol):
+    """What takes longest to write of a record and is seldom read."""
 
-
-def whole(record: DecisionRecord) -> DecisionRecord:
-    """The detail of a record that lacks nothing."""
-    return record
+    def filled_in(self, record: DecisionRecord) -> DecisionRecord: ...
 
 
 @dataclass(slots=True)
@@ -73,16 +71,16 @@ class DecisionLog:
     """The last `size` decisions by id, and those who watch them come in. A record gets its detail when it is read."""
 
     size: int = 1000
-    _records: OrderedDict[str, tuple[DecisionRecord, Detail]] = field(default_factory=OrderedDict)
+    _records: OrderedDict[str, tuple[DecisionRecord, Detail | None]] = field(default_factory=OrderedDict)
     _watchers: set[Watcher] = field(default_factory=set)
 
-    def add(self, record: DecisionRecord, detail: Detail = whole) -> None:
+    def add(self, record: DecisionRecord, detail: Detail | None = None) -> None:
         if self.size:
             self._records[record.id] = (record, detail)
             if len(self._records) > self.size:
                 self._records.popitem(last=False)
         for watcher in self._watchers:
-            watcher.offer(detail(record))
+            watcher.offer(_whole(record, detail))
 
     def __len__(self) -> int:
         return len(self._records)
@@ -95,17 +93,21 @@ class DecisionLog:
         """Those of a class, or of any class (""), newest first."""
         for record, detail in reversed(self._records.values()):
             if not policy_class or record.policy_class == policy_class:
-                yield detail(record)
+                yield _whole(record, detail)
 
     def get(self, id: str) -> DecisionRecord | None:
         kept = self._records.get(id)
-        return None if kept is None else kept[1](kept[0])
+        return None if kept is None else _whole(*kept)
 
     def watch(self, backlog: int = 256) -> Watcher:
         """Decisions from now on; close it when done. A reader that falls `backlog` behind misses some."""
         watcher = Watcher(self._watchers, backlog)
         self._watchers.add(watcher)
         return watcher
+
+
+def _whole(record: DecisionRecord, detail: Detail | None) -> DecisionRecord:
+    return record if detail is None else detail.filled_in(record)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from picker.telemetry.catalogue import STAGES
@@ -19,7 +19,6 @@ from picker.telemetry.decisions import (
     Candidate,
     DecisionLog,
     DecisionRecord,
-    Detail,
     Rejection,
 )
 from picker.telemetry.live_recording import LiveRecording
@@ -112,20 +111,13 @@ class Telemetry:
             prefill=released.prefill.decision.endpoint.spec.authority if released.prefill else "",
             chosen=decision.endpoint.spec.authority,
         )
-        # Of the prompt nothing is kept.
-        detail = partial(
-            _in_detail,
-            constraints=work.demand.constraints,
-            weighed=decision.first(MAX_CANDIDATES),
-            refused=decision.eligibility.refused,
-        )
-        self._keep(record, detail, explain=work.explain)
+        weighed, refused = decision.first(MAX_CANDIDATES), decision.eligibility.refused
+        self._keep(record, Weighing(work.demand.constraints, weighed, refused), explain=work.explain)
 
     def dropped(self, dropped: Dropped) -> None:
         work = dropped.work
         record = _record(work, str(dropped.reason), max(0.0, self._clock() - work.arrival))
-        detail = partial(_in_detail, constraints=work.demand.constraints, weighed=(), refused={})
-        self._keep(record, detail, explain=work.explain)
+        self._keep(record, Weighing(work.demand.constraints, (), {}), explain=work.explain)
 
     def reported(self, predicted: int, cached: int) -> None:
         """An engine has told in its response how many of a prompt's tokens it had cached."""
@@ -144,10 +136,10 @@ class Telemetry:
             await asyncio.sleep(_LAG_EVERY)
             self._loop.recent.append(max(0.0, loop.time() - asleep - _LAG_EVERY))
 
-    def _keep(self, record: DecisionRecord, detail: Detail, *, explain: bool) -> None:
+    def _keep(self, record: DecisionRecord, detail: Weighing, *, explain: bool) -> None:
         self.decisions.add(record, detail)
         if explain:
-            self._lines.explain(detail(record))
+            self._lines.explain(detail.filled_in(record))
         else:
             self._lines.write(record)
 
@@ -181,23 +173,26 @@ def _record(
     )
 
 
-def _in_detail(
-    record: DecisionRecord,
-    *,
-    constraints: Constraints,
-    weighed: Iterable[Weighed],
-    refused: Mapping[Endpoint, Ineligible],
-) -> DecisionRecord:
-    rejected = (
-        Rejection(endpoint.spec.authority, endpoint.spec.name, str(reason))
-        for endpoint, reason in islice(refused.items(), MAX_CANDIDATES)
-    )
-    return replace(
-        record,
-        lane=str(constraints),
-        candidates=tuple(_candidate(each) for each in weighed),
-        rejected=tuple(rejected),
-    )
+class Weighing(Struct, gc=False):
+    """What a decision was made from, but for its prompt. Many are kept, so that the collector must not walk them: no
+    part of it refers to what it is part of.
+    """
+
+    constraints: Constraints
+    weighed: Sequence[Weighed]
+    refused: Mapping[Endpoint, Ineligible]
+
+    def filled_in(self, record: DecisionRecord) -> DecisionRecord:
+        rejected = (
+            Rejection(endpoint.spec.authority, endpoint.spec.name, str(reason))
+            for endpoint, reason in islice(self.refused.items(), MAX_CANDIDATES)
+        )
+        return replace(
+            record,
+            lane=str(self.constraints),
+            candidates=tuple(_candidate(each) for each in self.weighed),
+            rejected=tuple(rejected),
+        )
 
 
 def _candidate(weighed: Weighed) -> Candidate:
