@@ -137,7 +137,7 @@ def _limits(entry: PolicyClass, profile: Profile, pool: _Pool) -> Iterator[str]:
     for key, limit in limits.items():
         if limit == 0:
             yield f"{key} is 0: nothing ever waits; while the endpoints are busy requests get 429 at once"
-    if all(limit is None for limit in limits.values()):
+    if not entry.has_queue_limit:
         yield "no queue limit: the queue grows as long as requests come; set request_queue_limit_per_worker"
     raw, smallest = entry.raw_isl_token_queue_limit_per_worker, _smallest_request(entry, profile)
     if raw and raw * pool.endpoints <= smallest:

@@ -40,8 +40,6 @@ def no_endpoint(pool: Pool, constraints: Constraints, eligibility: Eligibility) 
 
 def over_limit(stats: ClassStats, policy_class: PolicyClass, endpoints: int) -> Refusal | None:
     """Limits are value x endpoints and are compared before adding: who finds room is let in whole."""
-    if not policy_class.has_queue_limit:
-        return None
     for reason, what, used, per_endpoint in _limits(stats, policy_class):
         if used >= per_endpoint * endpoints:
             return Refusal(

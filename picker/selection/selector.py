@@ -102,7 +102,7 @@ class Selector:
     _eligible: dict[Constraints, Eligibility] = field(default_factory=dict)
     _eligible_waiting: dict[Constraints, Eligibility] = field(default_factory=dict)
     _by_mask: dict[int, Members] = field(default_factory=dict)
-    _eligible_version: int = -1
+    _pool_version: int = -1
     _adapters_version: int = -1
 
     def __post_init__(self) -> None:
@@ -110,8 +110,8 @@ class Selector:
 
     def eligible(self, constraints: Constraints, *, waiting: bool = False) -> Eligibility:
         """Who may take such a request now, remembered until the pool changes."""
-        if self._eligible_version != self.pool.version:
-            self._forget_eligible()
+        if self._pool_version != self.pool.version:
+            self._forget_pool()
         elif constraints.adapter is not None and self._adapters_version != self.pool.adapters_version:
             self._forget_adapters()
         # To wait makes a difference only for a request that is pinned.
@@ -123,11 +123,11 @@ class Selector:
             found = remembered[constraints] = self._examine(constraints, waiting)
         return found
 
-    def _forget_eligible(self) -> None:
+    def _forget_pool(self) -> None:
         self._eligible.clear()
         self._eligible_waiting.clear()
         self._by_mask.clear()
-        self._eligible_version = self.pool.version
+        self._pool_version = self.pool.version
         self._adapters_version = self.pool.adapters_version
 
     def _forget_adapters(self) -> None:
@@ -242,8 +242,8 @@ class Selector:
 
     def _members(self, mask: int) -> Members:
         """Who is in the mask, remembered until the pool changes."""
-        if self._eligible_version != self.pool.version:
-            self._forget_eligible()
+        if self._pool_version != self.pool.version:
+            self._forget_pool()
         found = self._by_mask.get(mask)
         if found is None:
             if len(self._by_mask) >= _REMEMBERED_MASKS:

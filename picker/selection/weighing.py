@@ -160,18 +160,15 @@ def weigh_prefill(
     slow: Sequence[float] = ()
     if slowness:
         slow = [slowness.get(endpoint.slot, 1.0) for endpoint in endpoints]
-    crowd = _crowd(loads, weights)
     own, ahead = weights.uncached, weights.prefill_load
     costs = [own * mine + ahead * theirs for mine, theirs in zip(uncached, booked, strict=True)]
     if slow:
         costs = [cost * rate for cost, rate in zip(costs, slow, strict=True)]
-    weighed = Weighed(raw, endpoints, uncached, booked, running, slow, crowd, costs)
+    crowd = _crowd(loads, weights)
     if crowd:
         rates = slow or [1.0] * len(endpoints)
-        weighed.costs = [
-            cost + crowd * mine * rate for cost, mine, rate in zip(costs, uncached, rates, strict=True)
-        ]
-    return weighed
+        costs = [cost + crowd * mine * rate for cost, mine, rate in zip(costs, uncached, rates, strict=True)]
+    return Weighed(raw, endpoints, uncached, booked, running, slow, crowd, costs)
 
 
 def _crowd(loads: Sequence[Load], weights: CostWeights) -> float:
