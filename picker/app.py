@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-import grpc
-
 from picker import __version__
 from picker.admin.access import Access
 from picker.admin.introspection import IntrospectionServer
@@ -25,7 +23,7 @@ from picker.extproc.exchange import Exchanges, RoutedExchange
 from picker.extproc.health import HealthService, HealthState
 from picker.extproc.usage import Usage
 from picker.faces.crew import Crew
-from picker.faces.face import Face, listen
+from picker.faces.face import Face
 from picker.kvcache.accuracy import AccuracyTracker, Cause
 from picker.kvcache.asking import SourceAsking
 from picker.kvcache.index import KvIndex
@@ -44,6 +42,7 @@ from picker.pool.static_file import PoolFileError, StaticPoolFile
 from picker.queueing.admission import AdmissionQueue, QueueLimits
 from picker.queueing.fairness import FairnessMeter
 from picker.queueing.work import Outcome, Released, Work
+from picker.rpc import RpcServer
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
 from picker.selection.sessions import Sessions
@@ -61,6 +60,7 @@ log = logging.getLogger(__name__)
 # Blocks that an engine is taken to hold when it does not say.
 _UNKNOWN_CAPACITY = 16_384
 _HOUSEKEEPING_SECONDS = 0.5
+_HEALTH_MESSAGE_BYTES = 4096
 # So many decisions are a few hundredths of a second; whoever else has something to do comes between.
 _OUTCOMES_A_TURN = 256
 
@@ -249,7 +249,7 @@ class App:
         """Stop at once what `drain` has left."""
         self.dispatcher.deliver(self.queue.shut_down(self.clock()))
         await self.faces.stop()
-        await self._health_server.stop(grace=None)
+        await self._health_server.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -264,11 +264,9 @@ class App:
             await asyncio.to_thread(self.recording.close)
 
     async def _serve_health(self, settings: ExtProcSettings) -> int:
-        self._health_server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._health_server = RpcServer(max_message_bytes=_HEALTH_MESSAGE_BYTES)
         HealthService(self.health).add_to(self._health_server)
-        port = listen(self._health_server, settings.host, settings.health_port, None)
-        await self._health_server.start()
-        return port
+        return await self._health_server.listen(settings.host, settings.health_port)
 
     def _not_ready(self) -> str | None:
         if self.health.ready:

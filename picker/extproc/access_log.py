@@ -7,17 +7,18 @@ ingress, an entry says when a request that Picker routed is over, and how.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
 from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
-from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
+from google.protobuf.message import DecodeError
 
-from picker.extproc.tls import refuse_strangers
+from picker.rpc import Call, RpcServer, Status
 
 log = logging.getLogger(__name__)
 
+METHOD = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 REQUEST_ID_HEADER = "x-picker-request-id"
 MAX_REQUEST_ID_CHARS = 128
 
@@ -35,7 +36,7 @@ class AccessLogStats:
     sink_errors: int = 0
 
 
-class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[misc]  # the stub is untyped
+class AccessLogService:
     """Serves `envoy.service.accesslog.v3.AccessLogService`: passes HTTP entries on, keeps nothing.
 
     Envoy holds one stream for each of its worker threads; `max_streams` bounds them. `client_names` as for
@@ -50,28 +51,19 @@ class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[m
         self._max_streams = max_streams
         self._client_names = client_names
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        als_pb2_grpc.add_AccessLogServiceServicer_to_server(self, server)
+    def add_to(self, server: RpcServer) -> None:
+        server.add(METHOD, lambda call: _Stream(self, call), client_names=self._client_names)
 
-    async def StreamAccessLogs(
-        self,
-        request_iterator: AsyncIterator[als_pb2.StreamAccessLogsMessage],
-        context: grpc.aio.ServicerContext[als_pb2.StreamAccessLogsMessage, als_pb2.StreamAccessLogsResponse],
-    ) -> als_pb2.StreamAccessLogsResponse:
-        await refuse_strangers(self._client_names, context)
+    def open(self, call: Call) -> bool:
+        """Count one stream more, or turn it away."""
         if self.stats.active_streams >= self._max_streams:
             self.stats.refused_streams += 1
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many access log streams")
+            call.end(Status.RESOURCE_EXHAUSTED, "too many access log streams")
+            return False
         self.stats.active_streams += 1
-        try:
-            async for message in request_iterator:
-                for entry in message.http_logs.log_entry:
-                    self._pass_on(entry)
-        finally:
-            self.stats.active_streams -= 1
-        return als_pb2.StreamAccessLogsResponse()
+        return True
 
-    def _pass_on(self, entry: HTTPAccessLogEntry) -> None:
+    def pass_on(self, entry: HTTPAccessLogEntry) -> None:
         self.stats.entries += 1
         request_id = entry.request.request_headers.get(REQUEST_ID_HEADER, "")
         if not 0 < len(request_id) <= MAX_REQUEST_ID_CHARS:
@@ -82,3 +74,30 @@ class AccessLogService(als_pb2_grpc.AccessLogServiceServicer):  # type: ignore[m
         except Exception:
             self.stats.sink_errors += 1
             log.exception("taking an access log entry failed")
+
+
+class _Stream:
+    """One of the gateway's worker threads."""
+
+    def __init__(self, service: AccessLogService, call: Call) -> None:
+        self._service = service
+        self._call = call
+        self._counted = service.open(call)
+
+    def received(self, message: bytes) -> None:
+        try:
+            logs = StreamAccessLogsMessage.FromString(message).http_logs
+        except DecodeError:
+            self._call.end(Status.INTERNAL, "not a StreamAccessLogsMessage")
+            return
+        for entry in logs.log_entry:
+            self._service.pass_on(entry)
+
+    def half_closed(self) -> None:
+        self._call.send(b"")  # an empty StreamAccessLogsResponse
+        self._call.end()
+
+    def sendable(self) -> None: ...
+
+    def closed(self) -> None:
+        self._service.stats.active_streams -= self._counted

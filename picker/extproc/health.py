@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Callable
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
 
 from picker.extproc.server import SERVICE_NAME
+from picker.rpc import Call, RpcServer, Status
 
 LIVENESS = "liveness"
 # As readiness, but it does not ask for the leadership: a replica that can take over at once.
 STANDBY = "standby"
 _NAMES = (LIVENESS, STANDBY, "", "readiness", SERVICE_NAME)
 
+_SERVICE = "/grpc.health.v1.Health"
 _Status = health_pb2.HealthCheckResponse
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class HealthState:
@@ -65,45 +65,91 @@ class HealthState:
         return self._changed
 
 
-class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the stub is untyped
+class HealthService:
     """Serves one `HealthState`. Unknown names are NOT_FOUND."""
 
     def __init__(self, state: HealthState) -> None:
         self._state = state
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+    def add_to(self, server: RpcServer) -> None:
+        server.add(f"{_SERVICE}/Check", lambda call: _Once(call, self._check))
+        server.add(f"{_SERVICE}/List", lambda call: _Once(call, self._list))
+        server.add(f"{_SERVICE}/Watch", lambda call: _Watch(call, self._state))
 
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
-        status = self._status(request.service)
+    def _check(self, call: Call, message: bytes) -> None:
+        status = _status(self._state, health_pb2.HealthCheckRequest.FromString(message).service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return _Status(status=status)
+            call.end(Status.NOT_FOUND, "unknown service")
+        else:
+            call.send(_Status(status=status).SerializeToString())
 
-    async def List(
-        self, request: health_pb2.HealthListRequest, context: Context
-    ) -> health_pb2.HealthListResponse:
-        statuses = {name: _Status(status=self._status(name)) for name in _NAMES}
-        return health_pb2.HealthListResponse(statuses=statuses)
+    def _list(self, call: Call, message: bytes) -> None:
+        statuses = {name: _Status(status=_status(self._state, name)) for name in _NAMES}
+        call.send(health_pb2.HealthListResponse(statuses=statuses).SerializeToString())
 
-    async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+
+class _Once:
+    """A call of one question and one answer."""
+
+    def __init__(self, call: Call, answer: Callable[[Call, bytes], None]) -> None:
+        self._call = call
+        self._answer = answer
+
+    def received(self, message: bytes) -> None:
+        try:
+            self._answer(self._call, message)
+        except DecodeError:
+            self._call.end(Status.INTERNAL, "not a message of this method")
+        self._call.end()
+
+    def half_closed(self) -> None:
+        self._call.end(Status.INTERNAL, "no message came")
+
+    def sendable(self) -> None: ...
+
+    def closed(self) -> None: ...
+
+
+class _Watch:
+    """Says each change of a status until the client has heard enough."""
+
+    def __init__(self, call: Call, state: HealthState) -> None:
+        self._call = call
+        self._state = state
+        self._watching: asyncio.Task[None] | None = None
+
+    def received(self, message: bytes) -> None:
+        try:
+            name = health_pb2.HealthCheckRequest.FromString(message).service
+        except DecodeError:
+            self._call.end(Status.INTERNAL, "not a HealthCheckRequest")
+            return
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(name))
+
+    async def _watch(self, name: str) -> None:
         last = None
         while True:
             changed = self._state.changed
-            status = self._status(request.service)
+            status = _status(self._state, name)
             if status is None:
                 status = _Status.SERVICE_UNKNOWN  # the health protocol wants an answer here, not an error
             if status != last:
-                yield _Status(status=status)
+                self._call.send(_Status(status=status).SerializeToString())
                 last = status
             await changed.wait()
 
-    def _status(self, name: str) -> int | None:
-        if name not in _NAMES:
-            return None
-        serves = name == LIVENESS or (self._state.fit if name == STANDBY else self._state.ready)
-        return int(_Status.SERVING if serves else _Status.NOT_SERVING)
+    def half_closed(self) -> None: ...
+
+    def sendable(self) -> None: ...
+
+    def closed(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+
+def _status(state: HealthState, name: str) -> int | None:
+    if name not in _NAMES:
+        return None
+    serves = name == LIVENESS or (state.fit if name == STANDBY else state.ready)
+    return int(_Status.SERVING if serves else _Status.NOT_SERVING)

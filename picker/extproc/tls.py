@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterable, Mapping
+import ssl
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
-import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -59,56 +57,57 @@ def self_signed(name: str = "picker") -> KeyPair:
     )
 
 
-def fixed_credentials(pair: KeyPair) -> grpc.ServerCredentials:
-    return grpc.ssl_server_credentials([(pair.key, pair.certificate)])
+def fixed_context(pair: KeyPair) -> ssl.SSLContext:
+    """A server's context with this pair."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["h2"])
+    # OpenSSL reads them from files only.
+    with TemporaryDirectory() as directory:
+        key, certificate = Path(directory, "key"), Path(directory, "certificate")
+        key.write_bytes(pair.key)
+        certificate.write_bytes(pair.certificate)
+        context.load_cert_chain(certificate, key)
+    return context
 
 
-def file_credentials(certificate: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
-    """Credentials from PEM files, read again at a handshake after they changed; running streams go on.
+def file_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """A context from PEM files, read again at a handshake after they changed; running connections go on.
 
     With `client_ca`, clients must show a certificate that it signed. Raises OSError or ValueError when the files
     cannot be read or do not fit together at the start; later such faults are logged and the last good pair kept.
     """
     files = _WatchedFiles(certificate, key, client_ca)
-    return grpc.dynamic_ssl_server_credentials(
-        files.load(),
-        files.reloaded,  # type: ignore[arg-type]  # the stub leaves out that None means no change
-        require_client_authentication=client_ca is not None,
-    )
+    first = files.context
+
+    def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = files.current()
+
+    # Called at each handshake, whether the client names a server or not.
+    first.sni_callback = choose
+    return first
 
 
 class _WatchedFiles:
-    """Reads key, certificate and client CA, and reads them anew when any of them changed on disk.
-
-    gRPC asks from its own threads, hence the lock.
-    """
+    """Reads key, certificate and client CA, and reads them anew when any of them changed on disk."""
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._certificate = certificate
         self._key = key
         self._client_ca = client_ca
-        self._lock = threading.Lock()
-        self._seen: tuple[object, ...] = ()
+        self._seen = self._fingerprint()
+        self.context = self._read()
 
-    def load(self) -> grpc.ServerCertificateConfiguration:
-        with self._lock:
-            self._seen = self._fingerprint()
-            return self._read()
-
-    def reloaded(self) -> grpc.ServerCertificateConfiguration | None:
-        """The new configuration, or None when nothing changed (or what is there cannot be used yet)."""
-        with self._lock:
-            try:
-                fingerprint = self._fingerprint()
-                if fingerprint == self._seen:
-                    return None
-                configuration = self._read()
-            except (OSError, ValueError) as error:
-                log.warning("keeping the TLS certificate in use: %s", error)
-                return None
-            self._seen = fingerprint
-            log.info("TLS certificate reloaded from %s", self._certificate)
-            return configuration
+    def current(self) -> ssl.SSLContext:
+        """The context by the files as they are now, or the last good one when they are of no use yet."""
+        try:
+            fingerprint = self._fingerprint()
+            if fingerprint != self._seen:
+                self.context = self._read()
+                self._seen = fingerprint
+                log.info("TLS certificate reloaded from %s", self._certificate)
+        except (OSError, ValueError) as error:
+            log.warning("keeping the TLS certificate in use: %s", error)
+        return self.context
 
     def _fingerprint(self) -> tuple[object, ...]:
         # Kubernetes replaces a mounted secret by moving a symbolic link: inode and time change with it.
@@ -116,11 +115,14 @@ class _WatchedFiles:
         states = [os.stat(path) for path in paths]
         return tuple((state.st_ino, state.st_mtime_ns, state.st_size) for state in states)
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> ssl.SSLContext:
         pair = KeyPair(self._key.read_bytes(), self._certificate.read_bytes())
         _check(pair)
-        client_ca = None if self._client_ca is None else self._client_ca.read_bytes()
-        return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], client_ca)
+        context = fixed_context(pair)
+        if self._client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=self._client_ca.read_text())
+        return context
 
 
 def _check(pair: KeyPair) -> None:
@@ -129,15 +131,3 @@ def _check(pair: KeyPair) -> None:
     certificate = x509.load_pem_x509_certificate(pair.certificate)
     if key.public_key() != certificate.public_key():
         raise ValueError("the TLS key does not belong to the certificate")
-
-
-async def refuse_strangers(names: frozenset[str], context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """End the call unless its client's certificate carries one of the names; without names, anybody may call."""
-    if names and not names & names_of_peer(context.auth_context()):
-        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "the client certificate has no allowed name")
-
-
-def names_of_peer(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:
-    """The names in the client's verified certificate: its subject alternative names, or its common name."""
-    names = auth_context.get("x509_subject_alternative_name") or auth_context.get("x509_common_name") or ()
-    return frozenset(name.decode("utf-8", "replace") for name in names)

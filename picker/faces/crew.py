@@ -14,12 +14,12 @@ from typing import Any
 from picker.extproc.handover import Decider
 from picker.extproc.health import HealthState
 from picker.faces import messages
-from picker.faces.face import address_of
 from picker.faces.messages import FromCore, Ready, Rewrites, Welcome
 from picker.faces.seat import Seat, Surroundings
 from picker.faces.tally import ROOMS, Tally
 from picker.policy.rewrites import ModelRewrites
 from picker.pool.pool import Pool
+from picker.rpc.server import address_of
 from picker.settings import Settings
 
 log = logging.getLogger(__name__)

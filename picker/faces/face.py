@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING, Any
-
-import grpc
 
 from picker import __version__
 from picker.extproc.access_log import AccessLogService, AccessLogStats
@@ -19,9 +18,10 @@ from picker.extproc.health import HealthService, HealthState
 from picker.extproc.pipeline import Pipeline
 from picker.extproc.preparation import Preparation
 from picker.extproc.server import ExtProcServer
-from picker.extproc.tls import file_credentials, fixed_credentials, self_signed
+from picker.extproc.tls import file_context, fixed_context, self_signed
 from picker.policy.rewrites import ModelRewrites
 from picker.requests import SessionSource
+from picker.rpc import RpcServer
 from picker.settings import Settings, SettingsError
 from picker.settings.model import SessionSettings, TelemetrySettings, TlsSettings
 from picker.tokens import TokenBudget, Tokenizers
@@ -130,16 +130,19 @@ class Face:
 
     async def serve(self) -> int:
         """Listen, and say on which port. Raises OSError when it is taken. Tokenizers load afterwards."""
-        options = [*self.extproc.options(), ("grpc.so_reuseport", int(self._shares_port))]
-        if self._shares_port:
-            options.append(("grpc.max_connection_age_ms", _CONNECTION_SECONDS * 1000))
-        self._server = grpc.aio.server(options=options)
+        self._server = RpcServer(
+            max_message_bytes=self.extproc.max_message_bytes,
+            connection_seconds=_CONNECTION_SECONDS if self._shares_port else None,
+        )
         self.extproc.add_to(self._server)
         self.access_log.add_to(self._server)
         HealthService(self._health).add_to(self._server)
-        credentials = _credentials(self._settings.tls)
-        port = listen(self._server, self._settings.host, self._settings.port, credentials)
-        await self._server.start()
+        port = await self._server.listen(
+            self._settings.host,
+            self._settings.port,
+            tls=_tls(self._settings.tls),
+            shared=self._shares_port,
+        )
         self._loading = asyncio.create_task(self._load_tokenizers())
         return port
 
@@ -162,31 +165,16 @@ class Face:
             )
 
 
-def listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Bind; the port that was bound. Raises OSError."""
-    address = address_of(host, port)
-    try:
-        if credentials is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-
-
-def address_of(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
+def _tls(settings: TlsSettings) -> ssl.SSLContext | None:
     """Raises OSError when the files cannot be read or are of no use."""
     if settings.mode == "off":
         return None
     if settings.mode == "self-signed":
-        return fixed_credentials(self_signed())
+        return fixed_context(self_signed())
     assert settings.cert_file is not None
     assert settings.key_file is not None
     try:
-        return file_credentials(settings.cert_file, settings.key_file, settings.client_ca_file)
+        return file_context(settings.cert_file, settings.key_file, settings.client_ca_file)
     except ValueError as error:
         raise OSError(f"TLS with {settings.cert_file} and {settings.key_file}: {error}") from error
 

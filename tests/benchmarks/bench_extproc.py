@@ -29,9 +29,11 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 
 from picker.extproc.conversation import BodyMode
 from picker.extproc.handler import Arrival, Headers, Routed
-from picker.extproc.server import EOF, SERVICE_NAME, ExtProcServer
+from picker.extproc.server import SERVICE_NAME, ExtProcServer
+from picker.rpc import RpcServer
 from tests.support import messages
 
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing from the stubs
 METHOD = f"/{SERVICE_NAME}/Process"
 SERVER_CORE, CLIENT_CORE = 0, 1
 CONCURRENCY = 32
@@ -134,13 +136,15 @@ async def echo(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> No
 
 async def serve(kind: str) -> None:
     picker = ExtProcServer(FixedDestination())
-    server = grpc.aio.server(options=picker.options())
     if kind == "picker":
-        picker.add_to(server)
-    else:
-        method = grpc.stream_stream_rpc_method_handler(echo)
-        service = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Process": method})
-        server.add_generic_rpc_handlers((service,))
+        served = RpcServer(max_message_bytes=picker.max_message_bytes)
+        picker.add_to(served)
+        print(await served.listen("127.0.0.1", 0), flush=True)
+        await asyncio.Event().wait()
+    server = grpc.aio.server()
+    method = grpc.stream_stream_rpc_method_handler(echo)
+    service = grpc.method_handlers_generic_handler(SERVICE_NAME, {"Process": method})
+    server.add_generic_rpc_handlers((service,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(port, flush=True)

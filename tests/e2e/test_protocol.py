@@ -15,7 +15,7 @@ from envoy_data_plane.google.protobuf import Any as PackedMessage
 from picker.extproc.conversation import ConversationLimits
 from picker.extproc.handler import Arrival, Refused, Routed
 from picker.extproc.server import ExtProcServer
-from picker.extproc.tls import fixed_credentials, self_signed
+from picker.extproc.tls import fixed_context, self_signed
 from picker.simulation.envoy_config import BodyMode, ResponseObservation
 from tests.support.clients import Framing, post, raw_http1
 from tests.support.gateway import MODES, Gateway, gateway
@@ -276,8 +276,8 @@ async def test_a_refusal_by_an_earlier_filter_passes_through() -> None:
 async def test_over_tls() -> None:
     async with upstream() as pod:
         handler = StubHandler(pod.address)
-        credentials = fixed_credentials(self_signed())
-        async with gateway(handler, credentials=credentials) as gw:
+        tls = fixed_context(self_signed())
+        async with gateway(handler, tls=tls) as gw:
             for framing in FRAMINGS:
                 assert (await post(gw, framing, b"x" * 200_000)).status_code == 200
 

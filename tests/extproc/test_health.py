@@ -24,7 +24,7 @@ async def probe(state: HealthState) -> AsyncIterator[health_pb2_grpc.HealthStub]
     """A health client of a server that also serves ext_proc, as on the main port."""
     server = ExtProcServer(StubHandler())
     async with (
-        listening(server, HealthService(state), options=server.options()) as port,
+        listening(server, HealthService(state)) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield health_pb2_grpc.HealthStub(channel)

@@ -71,7 +71,7 @@ async def test_streams_that_the_loop_does_not_come_to_are_late_and_not_lost() ->
             calls = [process(iter([request])) for _ in range(5)]
             return [next(call) for call in calls]
 
-    async with listening(server, options=server.options()) as port:
+    async with listening(server) as port:
         answers = asyncio.create_task(asyncio.to_thread(ask, port))
         await asyncio.sleep(0.1)
         time.sleep(32)  # noqa: ASYNC251 - the event loop stands still

@@ -1,53 +1,74 @@
-"""What must hold between two steps of the event loop; the gRPC stream is a stand-in, so that each step is ours."""
+"""What must hold between two steps of the event loop; the call is a stand-in, so that each step is ours."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
-import grpc
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from picker.extproc.conversation import CONGESTED_BYTES
 from picker.extproc.handler import Arrival, Routed
-from picker.extproc.server import EOF, SERVICE_NAME, ExtProcServer
+from picker.extproc.server import ExtProcServer
+from picker.rpc import Method, Receiver, Status
 from tests.support import messages
 from tests.support.handlers import StubHandler, held_until
 
 
 class Stream:
-    """Stands in for the gRPC server and for the context of one stream of it."""
+    """Stands in for the gRPC server, and for one call of it."""
 
     def __init__(self, server: ExtProcServer) -> None:
-        self.incoming: asyncio.Queue[ProcessingRequest | None] = asyncio.Queue()
         self.written: list[ProcessingResponse] = []
-        self.may_write = asyncio.Event()
-        self.may_write.set()
-        self.reads = 0
-        self._behaviour: Callable[[object, Any], Awaitable[None]]
+        self.backed_up = False
+        self.held = False
+        self.over = False
+        self.status: Status | None = None
+        self.receiver: Receiver
         server.add_to(self)  # type: ignore[arg-type]
-        self.task = asyncio.ensure_future(self._behaviour(None, self))
 
-    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
-        class Details:
-            method = f"/{SERVICE_NAME}/Process"
+    def add(self, path: str, method: Method, *, client_names: frozenset[str]) -> None:
+        self.receiver = method(self)  # type: ignore[arg-type]
 
-        self._behaviour = handlers[0].service(Details()).stream_stream  # type: ignore[arg-type, union-attr, assignment]
+    # What the server does with it
 
-    def send(self, *incoming: ProcessingRequest | None) -> None:
+    def want_to_send(self) -> None:
+        if not self.over:
+            asyncio.get_running_loop().call_soon(self._ask)
+
+    def send(self, message: bytes) -> None:
+        self.written.append(ProcessingResponse.FromString(message))
+
+    def end(self, status: Status = Status.OK, why: str = "") -> None:
+        if not self.over:
+            self.status = status
+            self.close()
+
+    def hold(self) -> None:
+        self.held = True
+
+    def go_on(self) -> None:
+        self.held = False
+
+    def _ask(self) -> None:
+        if not (self.over or self.backed_up):
+            self.receiver.sendable()
+
+    # What the gateway does with it
+
+    def receive(self, *incoming: ProcessingRequest) -> None:
         for message in incoming:
-            self.incoming.put_nowait(message)
+            self.receiver.received(message.SerializeToString())
 
-    async def read(self) -> Any:
-        message = await self.incoming.get()
-        self.reads += 1
-        return EOF if message is None else message.SerializeToString()
+    def close(self) -> None:
+        """The end of the call, for instance because the gateway resets it."""
+        self.over = True
+        self.receiver.closed()
 
-    async def write(self, data: bytes) -> None:
-        await self.may_write.wait()
-        self.written.append(ProcessingResponse.FromString(data))
+    def take(self) -> None:
+        """The gateway takes what was sent, and more."""
+        self.backed_up = False
+        self._ask()
 
 
 async def steps(count: int) -> None:
@@ -56,90 +77,111 @@ async def steps(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_decision_lost_to_a_cancellation_is_released() -> None:
+NO_RESPONSE = (messages.FULL_DUPLEX[0], messages.BodyMode.NONE)
+REQUEST = messages.request_headers("GET", end=True)
+
+
+async def test_a_decision_lost_to_a_reset_is_released() -> None:
     """C23: made, and booked, but the stream is reset before the decision is even looked at."""
     stream: Stream
 
     async def decide(handler: StubHandler, arrival: Arrival) -> Routed:
-        stream.task.cancel()
+        stream.close()
         return handler.routed()
 
     handler = StubHandler(decide=decide)
     server = ExtProcServer(handler)
     stream = Stream(server)
-    stream.send(messages.request_headers("GET", end=True))
-    await asyncio.wait([stream.task])
+    stream.receive(REQUEST)
     await steps(5)
-    assert stream.task.cancelled()
     assert stream.written == []
     assert [exchange.finishes for exchange in handler.exchanges] == [[False]]
-    assert server.stats.active_streams == 0
+    assert (server.stats.active_streams, server.stats.given_up) == (0, 1)
 
 
-async def test_reading_stops_while_nothing_can_be_written() -> None:
+async def test_no_more_is_asked_for_while_nothing_can_be_sent() -> None:
     """Envoy pushes as fast as the model server does; what it does not take back must not pile up."""
-    server = ExtProcServer(StubHandler())
-    stream = Stream(server)
-    stream.send(messages.request_headers("GET", end=True))
-    await steps(20)
-    stream.may_write.clear()
+    stream = Stream(ExtProcServer(StubHandler()))
+    stream.receive(REQUEST)
+    await steps(5)
+    stream.backed_up = True
     chunk = b"x" * 10_000
-    stream.send(messages.response_headers(), *[messages.response_body(chunk)] * 500)
-    await steps(2000)
-    assert stream.reads <= 2 + CONGESTED_BYTES // len(chunk) + 2
-    stream.may_write.set()
-    stream.send(messages.response_body(b"", end=True), None)
-    await stream.task
+    stream.receive(messages.response_headers())
+    for _ in range(CONGESTED_BYTES // len(chunk)):
+        stream.receive(messages.response_body(chunk))
+    stream.receiver.sendable()
+    assert not stream.held
+    stream.receive(messages.response_body(chunk))
+    stream.receiver.sendable()
+    assert stream.held
+    stream.take()
+    assert not stream.held
+    stream.receive(messages.response_body(b"", end=True))
+    stream.receiver.half_closed()
+    await steps(5)
     echoed = messages.streamed_pieces(stream.written, "response_body")
-    assert sum(len(data) for data, _ in echoed) == 500 * len(chunk)
+    assert sum(len(data) for data, _ in echoed) == (CONGESTED_BYTES // len(chunk) + 1) * len(chunk)
     assert [last for _, last in echoed].count(True) == 1
+    assert stream.status is Status.OK
 
 
-async def test_a_reset_while_writing_counts_as_delivered() -> None:
-    """Envoy may act on an answer and end the stream before our write of it returns."""
+async def test_chunks_that_come_together_leave_together() -> None:
+    stream = Stream(ExtProcServer(StubHandler()))
+    stream.receive(REQUEST)
+    await steps(5)
+    stream.receive(messages.response_headers(), *[messages.response_body(b"token")] * 100)
+    await steps(5)
+    assert messages.streamed_pieces(stream.written, "response_body") == [(b"token" * 100, False)]
+
+
+async def test_a_reset_behind_the_answer_counts_as_delivered() -> None:
+    """Envoy may act on an answer and end the stream before we hear anything more of it."""
     handler = StubHandler()
-    server = ExtProcServer(handler)
-    stream = Stream(server)
-    stream.may_write.clear()
-    stream.send(messages.request_headers("GET", end=True))
-    await steps(20)
-    stream.task.cancel()
-    await asyncio.wait([stream.task])
+    stream = Stream(ExtProcServer(handler))
+    stream.receive(REQUEST)
+    await steps(5)
+    stream.close()
     assert [exchange.finishes for exchange in handler.exchanges] == [[True]]
 
 
-NO_RESPONSE = (messages.FULL_DUPLEX[0], messages.BodyMode.NONE)
-
-
-async def test_what_is_decided_at_once_needs_no_other_task() -> None:
-    """Where responses pass by, all that is left to read is the end, and whatever else comes is answered."""
+async def test_a_reset_before_the_answer_could_be_sent_does_not() -> None:
     handler = StubHandler()
-    server = ExtProcServer(handler)
+    stream = Stream(ExtProcServer(handler))
+    stream.backed_up = True
+    stream.receive(REQUEST)
+    await steps(5)
+    stream.close()
+    assert [exchange.finishes for exchange in handler.exchanges] == [[False]]
+
+
+async def test_where_responses_pass_by_nothing_is_left_running() -> None:
+    """All that is left to come is the end, and whatever else comes is answered."""
+    handler = StubHandler()
+    stream = Stream(ExtProcServer(handler))
     before = asyncio.all_tasks()
-    stream = Stream(server)
-    stream.send(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
-    await steps(20)
-    assert asyncio.all_tasks() - before == {stream.task}
+    stream.receive(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
+    await steps(5)
+    assert asyncio.all_tasks() == before
     assert len(stream.written) == 1
-    stream.send(messages.response_headers())
-    await steps(20)
+    stream.receive(messages.response_headers())
+    await steps(5)
     assert stream.written[1].HasField("response_headers")
     assert handler.exchanges[0].status == 200
-    stream.send(None)
-    await stream.task
-    assert handler.exchanges[0].finishes == [True]
+    stream.receiver.half_closed()
+    await steps(5)
+    assert (handler.exchanges[0].finishes, stream.status) == ([True], Status.OK)
 
 
 async def test_an_end_is_noticed_while_a_decision_is_waited_for() -> None:
     handler = StubHandler(decide=held_until(asyncio.Event()))
     server = ExtProcServer(handler)
     stream = Stream(server)
-    stream.send(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
-    await steps(20)
+    stream.receive(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
+    await steps(5)
     assert handler.waiting == 1
-    stream.send(None)
-    await stream.task
-    assert (handler.waiting, handler.cancelled, stream.task.cancelling()) == (0, 1, 0)
+    stream.receiver.half_closed()
+    await steps(5)
+    assert (handler.waiting, handler.cancelled, stream.status) == (0, 1, Status.OK)
     assert (server.stats.given_up, server.stats.internal_errors, server.stats.active_streams) == (1, 0, 0)
 
 
@@ -149,26 +191,39 @@ async def test_a_decision_that_comes_in_spite_of_the_end_is_released() -> None:
             await asyncio.Event().wait()
         return handler.routed()
 
-    handler = StubHandler(decide=stubborn)
-    stream = Stream(ExtProcServer(handler))
-    stream.send(messages.request_headers("GET", end=True))
-    await steps(20)
-    stream.send(None)
-    await stream.task
-    assert stream.written == []
-    assert (handler.exchanges[0].finishes, stream.task.cancelling()) == ([False], 0)
+    for ending in (Receiver.half_closed, None):
+        handler = StubHandler(decide=stubborn)
+        stream = Stream(ExtProcServer(handler))
+        stream.receive(REQUEST)
+        await steps(5)
+        stream.close() if ending is None else stream.receiver.half_closed()
+        await steps(5)
+        assert stream.written == []
+        assert handler.exchanges[0].finishes == [False]
 
 
-async def test_a_decision_that_is_waited_for_is_written_and_followed() -> None:
+async def test_a_decision_that_is_waited_for_is_sent_and_followed() -> None:
     release = asyncio.Event()
     handler = StubHandler(decide=held_until(release))
     stream = Stream(ExtProcServer(handler))
-    stream.send(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
-    await steps(20)
+    stream.receive(messages.request_headers("GET", end=True, modes=NO_RESPONSE))
+    await steps(5)
     assert stream.written == []
     release.set()
-    await steps(20)
+    await steps(5)
     assert len(stream.written) == 1
-    stream.send(None)
-    await stream.task
+    stream.receiver.half_closed()
+    await steps(5)
     assert handler.exchanges[0].finishes == [True]
+
+
+async def test_deciding_cancelled_from_inside_is_an_error_and_from_outside_is_none() -> None:
+    async def broken(handler: StubHandler, arrival: Arrival) -> Routed:
+        raise asyncio.CancelledError
+
+    server = ExtProcServer(StubHandler(decide=broken))
+    stream = Stream(server)
+    stream.receive(REQUEST)
+    await steps(5)
+    assert stream.written[0].immediate_response.status.code == 500
+    assert (stream.status, server.stats.internal_errors) == (Status.OK, 1)

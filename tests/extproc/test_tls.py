@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import os
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +20,7 @@ from cryptography.x509.oid import NameOID
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 
 from picker.extproc.server import ExtProcServer
-from picker.extproc.tls import KeyPair, file_credentials, fixed_credentials, self_signed
+from picker.extproc.tls import KeyPair, file_context, fixed_context, self_signed
 from tests.support import messages
 from tests.support.handlers import StubHandler
 from tests.support.messages import kind
@@ -87,7 +90,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
     return kind(reply)
 
 
-def _process(channel: grpc.aio.Channel) -> object:
+def _process(channel: grpc.aio.Channel) -> Any:
     return ExternalProcessorStub(channel).Process()
 
 
@@ -105,7 +108,7 @@ async def test_a_certificate_made_at_start() -> None:
     pair = self_signed()
     server = ExtProcServer(StubHandler())
     async with (
-        listening(server, credentials=fixed_credentials(pair)) as port,
+        listening(server, tls=fixed_context(pair)) as port,
         channel_to(port, pair.certificate) as channel,
     ):
         assert await ask(channel) == "request_headers"
@@ -116,7 +119,7 @@ async def test_replaced_files_are_used_at_the_next_handshake(tmp_path: Path) -> 
     certificate, key = write(tmp_path, old.issue("picker"))
     server = ExtProcServer(StubHandler())
     async with (
-        listening(server, credentials=file_credentials(certificate, key)) as port,
+        listening(server, tls=file_context(certificate, key)) as port,
         channel_to(port, old.pem) as before,
     ):
         running = GatewayStream(_process(before))
@@ -134,7 +137,7 @@ async def test_a_half_done_rotation_keeps_the_old_pair(tmp_path: Path) -> None:
     authority = Authority()
     certificate, key = write(tmp_path, authority.issue("picker"))
     server = ExtProcServer(StubHandler())
-    async with listening(server, credentials=file_credentials(certificate, key)) as port:
+    async with listening(server, tls=file_context(certificate, key)) as port:
         key.write_bytes(authority.issue("picker").key)
         async with channel_to(port, authority.pem) as channel:
             assert await ask(channel) == "request_headers"
@@ -147,13 +150,13 @@ def test_files_that_do_not_fit_are_refused_at_start(tmp_path: Path) -> None:
     authority = Authority()
     certificate, key = write(tmp_path, authority.issue("picker"))
     with pytest.raises(OSError, match="nowhere"):
-        file_credentials(tmp_path / "nowhere", key)
+        file_context(tmp_path / "nowhere", key)
     key.write_bytes(authority.issue("picker").key)
     with pytest.raises(ValueError, match="does not belong"):
-        file_credentials(certificate, key)
+        file_context(certificate, key)
     key.write_bytes(b"junk")
     with pytest.raises(ValueError, match=r"(?i)pem|deserialize|key"):
-        file_credentials(certificate, key)
+        file_context(certificate, key)
 
 
 async def test_clients_must_show_a_known_name_where_that_is_asked(tmp_path: Path) -> None:
@@ -162,15 +165,49 @@ async def test_clients_must_show_a_known_name_where_that_is_asked(tmp_path: Path
     ca = tmp_path / "ca.crt"
     ca.write_bytes(authority.pem)
     server = ExtProcServer(StubHandler(), client_names=frozenset({"gateway.example"}))
-    async with listening(server, credentials=file_credentials(certificate, key, ca)) as port:
+    async with listening(server, tls=file_context(certificate, key, ca)) as port:
         async with channel_to(port, authority.pem, authority.issue("gateway.example")) as channel:
             assert await ask(channel) == "request_headers"
         async with channel_to(port, authority.pem, authority.issue("other.example")) as channel:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await ask(channel)
-            assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert await _process(channel).code() is grpc.StatusCode.PERMISSION_DENIED
         for client in (None, stranger.issue("gateway.example")):
             async with channel_to(port, authority.pem, client) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await ask(channel)
                 assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_replaced_client_ca_is_the_one_that_counts(tmp_path: Path) -> None:
+    old, new = Authority(), Authority()
+    certificate, key = write(tmp_path, old.issue("picker"))
+    ca = tmp_path / "ca.crt"
+    ca.write_bytes(old.pem)
+    server = ExtProcServer(StubHandler(), client_names=frozenset({"gateway.example"}))
+    async with listening(server, tls=file_context(certificate, key, ca)) as port:
+        for known, unknown in ((old, new), (new, old)):
+            ca.with_suffix(".new").write_bytes(known.pem)
+            os.replace(ca.with_suffix(".new"), ca)
+            async with channel_to(port, old.pem, known.issue("gateway.example")) as channel:
+                assert await ask(channel) == "request_headers"
+            async with channel_to(port, old.pem, unknown.issue("gateway.example")) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await ask(channel)
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_client_that_names_no_server_gets_the_replaced_certificate_too(tmp_path: Path) -> None:
+    """Envoy names none unless it is told to."""
+    old, new = self_signed(), self_signed()
+    certificate, key = write(tmp_path, old)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    async with listening(ExtProcServer(StubHandler()), tls=file_context(certificate, key)) as port:
+        for pair in (old, new):
+            write(tmp_path, pair)
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="")
+            connection = writer.get_extra_info("ssl_object")
+            shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True))
+            assert shown == x509.load_pem_x509_certificate(pair.certificate)
+            assert connection.selected_alpn_protocol() == "h2"
+            writer.close()

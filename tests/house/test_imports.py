@@ -23,7 +23,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "queueing": {"selection", "pool", "kvcache", "policy"},
     "telemetry": set(),
     "api": set(),
-    "extproc": {"requests", "tokens", "kvcache", "pool", "selection", "queueing", "policy", "telemetry"},
+    "rpc": set(),
+    "extproc": {
+        "rpc",
+        "requests",
+        "tokens",
+        "kvcache",
+        "pool",
+        "selection",
+        "queueing",
+        "policy",
+        "telemetry",
+    },
     "settings": {"policy", "requests"},
 }
 EVERYTHING_BELOW = set(MAY_IMPORT)
@@ -43,6 +54,7 @@ SANS_IO_FILES = {
     "pool": {"endpoint", "pool", "ledger", "calibration", "metrics_text"},
     "kvcache": {"keys", "index", "engine_blocks", "events", "matching", "predicted", "accuracy"},
     "extproc": {"conversation", "body", "messages", "handover", "following"},
+    "rpc": {"framing"},
     "faces": {"messages", "protocol", "asking", "answering", "tally"},
     "telemetry": {"shares", "decisions", "sources", "catalogue"},
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-import grpc
 import httpx
 
 from picker.extproc.access_log import AccessLogService
@@ -60,7 +60,7 @@ async def gateway(
     handler: RequestHandler,
     *,
     server: ExtProcServer | None = None,
-    credentials: grpc.ServerCredentials | None = None,
+    tls: ssl.SSLContext | None = None,
     **options: object,
 ) -> AsyncIterator[Gateway]:
     """Start both; `options` are those of `EnvoyOptions`. `server` only where its own settings matter."""
@@ -69,9 +69,9 @@ async def gateway(
     access_log = AccessLogService(lambda *entry: logged.append(LoggedRequest(*entry)))
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(
-            listening(ext_proc, access_log, options=ext_proc.options(), credentials=credentials)
+            listening(ext_proc, access_log, max_message_bytes=ext_proc.max_message_bytes, tls=tls)
         )
         chosen = replace(EnvoyOptions(picker=("127.0.0.1", port)), **options)  # type: ignore[arg-type]
-        chosen = replace(chosen, picker_tls=credentials is not None)
+        chosen = replace(chosen, picker_tls=tls is not None)
         envoy = await stack.enter_async_context(EnvoyProcess(bootstrap(chosen).to_json()))
         yield Gateway(ext_proc, envoy, logged)

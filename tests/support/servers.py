@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+import ssl
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,30 +14,26 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 
 from picker.extproc.server import ExtProcServer
+from picker.rpc import RpcServer
 
 
 class Service(Protocol):
-    def add_to(self, server: grpc.aio.Server) -> None: ...
+    def add_to(self, server: RpcServer) -> None: ...
 
 
 @asynccontextmanager
 async def listening(
-    *services: Service,
-    options: Iterable[tuple[str, Any]] = (),
-    credentials: grpc.ServerCredentials | None = None,
+    *services: Service, max_message_bytes: int = 1 << 20, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
     """Serve on a free port of the loopback interface; gives the port."""
-    server = grpc.aio.server(options=list(options))
+    server = RpcServer(max_message_bytes=max_message_bytes)
     for service in services:
         service.add_to(server)
-    address = "127.0.0.1:0"
-    secure = credentials is not None
-    port = server.add_secure_port(address, credentials) if secure else server.add_insecure_port(address)
-    await server.start()
+    port = await server.listen("127.0.0.1", 0, tls=tls)
     try:
         yield port
     finally:
-        await server.stop(0)
+        await server.stop()
 
 
 @dataclass(slots=True)
@@ -101,7 +98,7 @@ async def gateway_client(server: ExtProcServer) -> AsyncIterator[GatewayClient]:
         ("grpc.http2.bdp_probe", 0),
     ]
     async with (
-        listening(server, options=server.options()) as port,
+        listening(server, max_message_bytes=server.max_message_bytes) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel,
     ):
         yield GatewayClient(server, port, channel)

@@ -1,0 +1,201 @@
+"""One gRPC call, as its method sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import quote
+
+from picker.rpc.framing import BadFraming, CompressedMessage, MessageReader, framed
+
+if TYPE_CHECKING:
+    from picker.rpc.connection import Connection
+
+# Bytes of a call that a client may send before it hears that more is wanted: a long prompt goes without a pause.
+CALL_WINDOW = 256 * 1024
+
+Headers = tuple[tuple[bytes, bytes], ...]
+_HEADERS: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
+
+
+class Status(IntEnum):
+    """The codes of gRPC that are used here."""
+
+    OK = 0
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+
+
+class Receiver(Protocol):
+    """What a method does about its call. Nothing here may block; what is raised ends the call with INTERNAL."""
+
+    def received(self, message: bytes) -> None: ...
+
+    def half_closed(self) -> None:
+        """The client sends nothing more. It still listens."""
+
+    def sendable(self) -> None:
+        """After `Call.want_to_send`: once what came along has been received too, and whenever there is room again."""
+
+    def closed(self) -> None:
+        """The call is over, in whatever way. Called exactly once, and nothing after it."""
+
+
+Method = Callable[["Call"], Receiver]
+
+
+class _Nobody:
+    """Stands where a call has no method, or none any more."""
+
+    def received(self, message: bytes) -> None: ...
+
+    def half_closed(self) -> None: ...
+
+    def sendable(self) -> None: ...
+
+    def closed(self) -> None: ...
+
+
+_NOBODY = _Nobody()
+
+
+class Call:
+    """Sends what it is given in order. After the end, by whichever side, all of this does nothing."""
+
+    __slots__ = (
+        "_answering",
+        "_client_ended",
+        "_connection",
+        "_ending",
+        "_held",
+        "_pending",
+        "_reader",
+        "_stream",
+        "_taken",
+        "over",
+        "receiver",
+    )
+
+    def __init__(self, connection: Connection, stream: int, max_message_bytes: int) -> None:
+        self.receiver: Receiver = _NOBODY
+        self.over = False
+        self._connection = connection
+        self._stream = stream
+        self._reader = MessageReader(max_message_bytes)
+        self._taken = 0  # bytes of the window, not given back yet
+        self._held = False
+        self._client_ended = False
+        self._answering = False
+        self._pending = bytearray()  # what flow control holds back
+        self._ending: Headers | None = None
+
+    # For the method
+
+    @property
+    def backed_up(self) -> bool:
+        """True while the client or the network does not take what was sent already."""
+        return bool(self._pending)
+
+    @property
+    def peer_names(self) -> frozenset[str]:
+        """The names in the client's verified certificate; none without one."""
+        return self._connection.peer_names
+
+    def want_to_send(self) -> None:
+        """Have `Receiver.sendable` called soon: together with what others have to send, at the cost of one."""
+        if not self.over:
+            self._connection.wants_to_send(self)
+
+    def send(self, message: bytes) -> None:
+        if self.over or self._ending is not None:
+            return
+        if not self._answering:
+            self._answering = True
+            self._connection.send_headers(self._stream, _HEADERS)
+        self._put(framed(message))
+
+    def end(self, status: Status = Status.OK, why: str = "") -> None:
+        """End the call behind what was sent."""
+        if self.over or self._ending is not None:
+            return
+        trailers: Headers = ((b"grpc-status", b"%d" % status),)
+        if why:
+            trailers += ((b"grpc-message", quote(why, safe=" !#$&'()*+,-./:;<=>?@[]^_`{|}~").encode()),)
+        self._ending = trailers if self._answering else _HEADERS + trailers
+        if not self._pending:
+            self._finish()
+
+    def hold(self) -> None:
+        """Take no more than a window (`CALL_WINDOW`) until `go_on`."""
+        self._held = True
+
+    def go_on(self) -> None:
+        if self._held:
+            self._held = False
+            self._give_back()
+
+    # For the connection
+
+    def take(self, data: bytes, size: int, *, last: bool) -> None:
+        """Bytes of the call; `size` of the window. `last`: its end comes with them."""
+        self._client_ended = last
+        self._taken += size
+        try:
+            messages = self._reader.read(data)
+        except BadFraming as error:
+            compressed = isinstance(error, CompressedMessage)
+            self.end(Status.UNIMPLEMENTED if compressed else Status.RESOURCE_EXHAUSTED, str(error))
+            return
+        for message in messages:
+            if self.over:
+                return
+            self.receiver.received(message)
+        self._give_back()
+
+    def take_end(self) -> None:
+        self._client_ended = True
+        self.receiver.half_closed()
+
+    def push(self) -> None:
+        """There may be room: send what was held back, and then ask for more."""
+        pending = self._pending
+        if pending:
+            sent = self._connection.send_data(self._stream, pending)
+            del pending[:sent]
+            if pending:
+                return
+        if self._ending is not None:
+            self._finish()
+        else:
+            self.receiver.sendable()
+
+    def close(self) -> None:
+        if not self.over:
+            self.over = True
+            self._pending.clear()
+            receiver, self.receiver = self.receiver, _NOBODY
+            receiver.closed()
+
+    def _put(self, data: bytes) -> None:
+        sent = 0 if self._pending else self._connection.send_data(self._stream, data)
+        if sent < len(data):
+            self._pending += data[sent:]
+            self._connection.hold_back(self)
+
+    def _finish(self) -> None:
+        assert self._ending is not None
+        self._connection.send_headers(self._stream, self._ending, end=True)
+        if not self._client_ended:
+            # As the gRPC protocol wants it: the client is not to send what nobody will read.
+            self._connection.reset(self._stream)
+        self._connection.forget(self._stream)
+        self.close()
+
+    def _give_back(self) -> None:
+        if self._taken >= CALL_WINDOW // 2 and not (self._held or self._client_ended or self.over):
+            self._connection.widen(self._stream, self._taken)
+            self._taken = 0
