@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
+
+from tests.support.ports import free_ports
 
 BLOCK = 32
 """Tokens in a block: the CPU backend takes multiples of 32 only."""
@@ -50,7 +51,7 @@ class Vllm:
     model: Path
     log: Path
     ranks: int = 1
-    ports: list[int] = field(default_factory=lambda: _free_ports(3))
+    ports: list[int] = field(default_factory=lambda: free_ports(3))
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -140,12 +141,3 @@ class Vllm:
             *(part for name, value in options.items() for part in (f"--{name}", str(value))),
             *(f"--{name}" for name in switches),
         ]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; a restarted engine needs the ones it had, so 0 will not do."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

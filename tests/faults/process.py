@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.ports import free_ports
 
 # What must be zero when nothing is under way.
 _GAUGES = (
@@ -190,10 +191,3 @@ class PickerChild:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise Failed(f"not ready\n{self.log_tail()}") from None
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, for what must come back on the same one."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]

@@ -15,8 +15,8 @@ import zmq.asyncio
 
 from tests.faults.client import End
 from tests.faults.cluster import FaultCluster, cluster
-from tests.faults.process import free_ports
 from tests.faults.test_engines import ends, many
+from tests.support.ports import free_ports
 
 BLOCK = 16
 

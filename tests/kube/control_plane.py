@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import ssl
 import subprocess
 import time
@@ -26,6 +25,7 @@ import yaml
 
 from tests.kube.binaries import Binaries
 from tests.kube.certificates import Authority, write_service_account_keys
+from tests.support.ports import free_ports
 
 CRDS = Path(__file__).parent / "crds"
 START_SECONDS = 120.0
@@ -79,13 +79,6 @@ class Process:
         if self.running:
             self._child.send_signal(signum)
         self._child.wait(timeout=30)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class ControlPlane:
@@ -198,7 +191,7 @@ class ControlPlane:
 
     def _start_etcd(self) -> None:
         for _ in range(ATTEMPTS):
-            client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+            client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
             self._etcd_url = client
             self._etcd = Process(
                 [
@@ -222,7 +215,7 @@ class ControlPlane:
 
     def _choose_port_and_start_api(self) -> None:
         for _ in range(ATTEMPTS):
-            self.port = free_port()
+            (self.port,) = free_ports(1)
             self._api = self._launch_api()
             with contextlib.suppress(ControlPlaneError):
                 self._await_api()

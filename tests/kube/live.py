@@ -31,7 +31,8 @@ from picker.simulation.envoy_config import EnvoyOptions, bootstrap
 from picker.simulation.mock_engine import MockEngine, MockEngineSettings
 from picker.simulation.prompts import DEFAULT_TOKENIZER
 from tests.kube.chart import CHART
-from tests.kube.control_plane import Account, ControlPlane, free_port
+from tests.kube.control_plane import Account, ControlPlane
+from tests.support.ports import free_ports
 
 MODEL = "tiny"
 POOL = "vllm"
@@ -450,7 +451,7 @@ def _merged(first: Any, second: Any) -> Any:
 def on_these_ports(config: dict[str, Any], extproc: int) -> dict[str, Any]:
     """The rendered configuration with nothing changed but the numbers of its ports."""
     resources = config["static_resources"]
-    admin = free_port()
+    (admin,) = free_ports(1)
     config["admin"]["address"]["socket_address"]["port_value"] = admin
     for listener in resources["listeners"]:
         listener["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": 0}

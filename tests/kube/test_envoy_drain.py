@@ -17,8 +17,9 @@ from aiohttp import web
 from picker.simulation.envoy import EnvoyProcess
 from tests.kube.binaries import Binaries
 from tests.kube.chart import Rendered, Renderer
-from tests.kube.control_plane import Process, free_port
+from tests.kube.control_plane import Process
 from tests.kube.live import PickerProcess, on_these_ports
+from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
@@ -52,7 +53,7 @@ async def serving(engine: SlowEngine) -> AsyncIterator[int]:
 
 async def test_drain_waits_for_the_last_request(binaries: Binaries, envoy: str, tmp_path: Path) -> None:
     rendered = Renderer(binaries.helm)("mode=standalone")
-    port, status, admin = free_port(), free_port(), free_port()
+    port, status, admin = free_ports(3)
     engine = SlowEngine()
     async with serving(engine) as engine_port, aiohttp.ClientSession() as session:
         config = _on_these_ports(rendered.envoy, port, status, admin, engine_port)

@@ -15,8 +15,9 @@ import yaml
 
 from picker.simulation.envoy import EnvoyProcess
 from tests.kube.chart import Renderer
-from tests.kube.control_plane import ControlPlane, free_port
+from tests.kube.control_plane import ControlPlane
 from tests.kube.live import PATIENCE, Live, Load, PickerProcess, health, living, on_these_ports
+from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.kube, pytest.mark.e2e]
 
@@ -138,7 +139,7 @@ async def test_a_rolling_update_under_load_fails_no_request(live: Live) -> None:
     """As a Deployment with maxSurge 1 and maxUnavailable 0 does it: the new one is ready before the old one goes."""
     await two_pods(live)
     await live.access()
-    ports = [free_port() for _ in range(3)]
+    ports = free_ports(3)
     load = await live.envoy(*ports)
 
     async def start(port: int) -> PickerProcess:

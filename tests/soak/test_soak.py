@@ -29,8 +29,8 @@ from picker.simulation.envoy_config import EnvoyOptions, ResponseObservation, bo
 from tests.faults.client import CheckingClient, End
 from tests.faults.cluster import FaultCluster, cluster, write_pool
 from tests.faults.engine import CheckedEngine
-from tests.faults.process import free_ports
 from tests.faults.test_kv_publishers import Publisher
+from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.soak
 
