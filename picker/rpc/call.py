@@ -7,6 +7,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import quote
 
+from h2.events import DataReceived, StreamEnded
+
 from picker.rpc.framing import BadFraming, CompressedMessage, MessageReader, framed
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 CALL_WINDOW = 256 * 1024
 
 Headers = tuple[tuple[bytes, bytes], ...]
+# Bytes that are not gathered further before they are written.
+_ENOUGH_BYTES = 64 * 1024
 _HEADERS: Headers = ((b":status", b"200"), (b"content-type", b"application/grpc"))
 
 
@@ -39,7 +43,7 @@ class Receiver(Protocol):
         """The client sends nothing more. It still listens."""
 
     def sendable(self) -> None:
-        """After `Call.want_to_send`: once what came along has been received too, and whenever there is room again."""
+        """After `Call.want_to_send`, once what came along has been received too; and whenever there is room again."""
 
     def closed(self) -> None:
         """The call is over, in whatever way. Called exactly once, and nothing after it."""
@@ -76,6 +80,8 @@ class Call:
         "_reader",
         "_stream",
         "_taken",
+        "_wants",
+        "backed_up",
         "over",
         "receiver",
     )
@@ -83,6 +89,7 @@ class Call:
     def __init__(self, connection: Connection, stream: int, max_message_bytes: int) -> None:
         self.receiver: Receiver = _NOBODY
         self.over = False
+        self.backed_up = False  # the client or the network does not take what was sent already
         self._connection = connection
         self._stream = stream
         self._reader = MessageReader(max_message_bytes)
@@ -90,15 +97,11 @@ class Call:
         self._held = False
         self._client_ended = False
         self._answering = False
-        self._pending = bytearray()  # what flow control holds back
+        self._pending = bytearray()  # what was not written yet
+        self._wants = False
         self._ending: Headers | None = None
 
     # For the method
-
-    @property
-    def backed_up(self) -> bool:
-        """True while the client or the network does not take what was sent already."""
-        return bool(self._pending)
 
     @property
     def peer_names(self) -> frozenset[str]:
@@ -108,15 +111,21 @@ class Call:
     def want_to_send(self) -> None:
         """Have `Receiver.sendable` called soon: together with what others have to send, at the cost of one."""
         if not self.over:
-            self._connection.wants_to_send(self)
+            self._wants = True
+            self._connection.see_to(self)
 
     def send(self, message: bytes) -> None:
+        """Messages that are sent in one go leave together."""
         if self.over or self._ending is not None:
             return
         if not self._answering:
             self._answering = True
             self._connection.send_headers(self._stream, _HEADERS)
-        self._put(framed(message))
+        self._pending += framed(message)
+        if len(self._pending) < _ENOUGH_BYTES:
+            self._connection.see_to(self)
+        else:
+            self._push()
 
     def end(self, status: Status = Status.OK, why: str = "") -> None:
         """End the call behind what was sent."""
@@ -140,12 +149,11 @@ class Call:
 
     # For the connection
 
-    def take(self, data: bytes, size: int, *, last: bool) -> None:
-        """Bytes of the call; `size` of the window. `last`: its end comes with them."""
-        self._client_ended = last
-        self._taken += size
+    def take(self, event: DataReceived) -> None:
+        self._client_ended = event.stream_ended is not None
+        self._taken += event.flow_controlled_length
         try:
-            messages = self._reader.read(data)
+            messages = self._reader.read(event.data)
         except BadFraming as error:
             compressed = isinstance(error, CompressedMessage)
             self.end(Status.UNIMPLEMENTED if compressed else Status.RESOURCE_EXHAUSTED, str(error))
@@ -156,22 +164,24 @@ class Call:
             self.receiver.received(message)
         self._give_back()
 
-    def take_end(self) -> None:
+    def take_end(self, _: StreamEnded) -> None:
         self._client_ended = True
         self.receiver.half_closed()
 
-    def push(self) -> None:
-        """There may be room: send what was held back, and then ask for more."""
-        pending = self._pending
-        if pending:
-            sent = self._connection.send_data(self._stream, pending)
-            del pending[:sent]
-            if pending:
-                return
-        if self._ending is not None:
-            self._finish()
-        else:
+    def has_room(self) -> None:
+        """The client or the network has taken something."""
+        self.backed_up = False
+        self.want_to_send()
+
+    def go(self) -> None:
+        """Write what waits, and if that is all of it, what else there is."""
+        if self._pending:
+            self._push()
+        if self._wants and not self.backed_up:
+            self._wants = False
             self.receiver.sendable()
+            if self._pending:
+                self._push()
 
     def close(self) -> None:
         if not self.over:
@@ -180,11 +190,14 @@ class Call:
             receiver, self.receiver = self.receiver, _NOBODY
             receiver.closed()
 
-    def _put(self, data: bytes) -> None:
-        sent = 0 if self._pending else self._connection.send_data(self._stream, data)
-        if sent < len(data):
-            self._pending += data[sent:]
+    def _push(self) -> None:
+        pending = self._pending
+        del pending[: self._connection.send_data(self._stream, pending)]
+        if pending:
+            self.backed_up = True
             self._connection.hold_back(self)
+        elif self._ending is not None:
+            self._finish()
 
     def _finish(self) -> None:
         assert self._ending is not None

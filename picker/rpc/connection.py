@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from h2.config import H2Configuration
@@ -90,8 +89,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._h2 = _h2()
         self._calls: dict[int, Call] = {}
-        self._held_back: dict[Call, None] = {}  # as sets that keep their order
-        self._wanting: dict[Call, None] = {}
+        # As sets that keep their order.
+        self._due: dict[Call, None] = {}
+        self._held_back: dict[Call, None] = {}
         self._reset: set[int] = set()
         self._taken = 0  # bytes of the connection's window, not given back yet
         self._paused = False
@@ -133,7 +133,7 @@ class Connection(asyncio.BufferedProtocol):
                 if (take := _TAKE.get(type(event))) is not None:
                     take(self, event)
             self._give_back()
-            self._send_all()
+        self._send_all()
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers:
@@ -149,15 +149,17 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._paused = False
         self._transport.resume_reading()
-        self._push_all()
+        self._go_on()
 
     # The calls' side
 
-    def wants_to_send(self, call: Call) -> None:
-        self._wanting[call] = None
+    def see_to(self, call: Call) -> None:
+        """It has something to send: soon, with all others who have."""
+        self._due[call] = None
         self._send_soon()
 
     def hold_back(self, call: Call) -> None:
+        """Until there is room again."""
         self._held_back[call] = None
 
     def send_headers(self, stream: int, headers: Headers, *, end: bool = False) -> None:
@@ -190,7 +192,7 @@ class Connection(asyncio.BufferedProtocol):
         call = self._calls.pop(stream, None)
         if call is not None:
             self._held_back.pop(call, None)
-            self._wanting.pop(call, None)
+            self._due.pop(call, None)
             self._hang_up_if_done()
         return call
 
@@ -219,16 +221,17 @@ class Connection(asyncio.BufferedProtocol):
         """Note what h2 has taken in already: on what was reset or closed, nothing can be sent any more."""
         self._reset.clear()
         for event in events:
-            if isinstance(event, StreamReset):
-                self._take_reset(event.stream_id)
-            elif isinstance(event, ConnectionTerminated):
+            kind = type(event)
+            if kind is StreamReset:
+                self._take_reset(event)
+            elif kind is ConnectionTerminated:
                 self._close()
                 return False
         return True
 
-    def _take_reset(self, stream: int) -> None:
-        self._reset.add(stream)
-        if (call := self.forget(stream)) is not None:
+    def _take_reset(self, event: Any) -> None:
+        self._reset.add(event.stream_id)
+        if (call := self.forget(event.stream_id)) is not None:
             self._tell(call, call.close)
 
     def _open(self, event: RequestReceived) -> None:
@@ -246,22 +249,22 @@ class Connection(asyncio.BufferedProtocol):
     def _take_data(self, event: DataReceived) -> None:
         self._taken += event.flow_controlled_length
         if (call := self._calls.get(event.stream_id)) is not None:
-            last = event.stream_ended is not None
-            self._tell(call, partial(call.take, event.data, event.flow_controlled_length, last=last))
+            self._tell(call, call.take, event)
 
     def _take_end(self, event: StreamEnded) -> None:
         if (call := self._calls.get(event.stream_id)) is not None:
-            self._tell(call, call.take_end)
+            self._tell(call, call.take_end, event)
 
     def _take_window(self, event: WindowUpdated) -> None:
         if not event.stream_id:
-            self._push_all()
+            self._go_on()
         elif (call := self._calls.get(event.stream_id)) in self._held_back:
-            self._push(call)
+            del self._held_back[call]
+            call.has_room()
 
     def _take_settings(self, event: RemoteSettingsChanged) -> None:
         self._timers[0].cancel()
-        self._push_all()
+        self._go_on()
 
     def _take_pong(self, event: PingAckReceived) -> None:
         if event.ping_data == _RETIRED:
@@ -275,27 +278,23 @@ class Connection(asyncio.BufferedProtocol):
 
     # What goes
 
-    def _push_all(self) -> None:
-        for call in list(self._held_back):
-            self._push(call)
-
-    def _push(self, call: Call) -> None:
-        self._tell(call, call.push)
-        if not call.backed_up:
-            self._held_back.pop(call, None)
+    def _go_on(self) -> None:
+        """There may be room again for those who were held back."""
+        held_back, self._held_back = self._held_back, {}
+        for call in held_back:
+            call.has_room()
 
     def _send_soon(self) -> None:
         if not self._gathering and self._write_comes is None:
             self._write_comes = self._loop.call_soon(self._send_all)
 
     def _send_all(self) -> None:
-        """Ask all who want to send, and write it."""
+        """See to all who have something to send, and write it."""
         self._gathering = True
-        while self._wanting:
-            wanting, self._wanting = self._wanting, {}
-            for call in wanting:
-                if not (call.over or call.backed_up):
-                    self._tell(call, call.receiver.sendable)
+        while self._due:
+            due, self._due = self._due, {}
+            for call in due:
+                self._tell(call, call.go)
         self._gathering = False
         if self._write_comes is not None:
             self._write_comes.cancel()
@@ -335,7 +334,7 @@ class Connection(asyncio.BufferedProtocol):
     def _close_calls(self) -> None:
         calls, self._calls = self._calls, {}
         self._held_back.clear()
-        self._wanting.clear()
+        self._due.clear()
         for call in calls.values():
             self._tell(call, call.close)
 
