@@ -8,6 +8,9 @@ alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import count
+
 from picker.pool.endpoint import Endpoint
 from picker.pool.pool import PoolChange
 
@@ -19,13 +22,13 @@ class ColdTurns:
         # Slots, the one that has rested longest first; who never had one is not in it.
         self._order: dict[int, None] = {}
 
-    def standing(self, mask: int, members: int) -> dict[int, float]:
-        """By slot, up to 1 for who had the last one of the mask's `members` endpoints. Who never had one stands at 0,
-        and is left out.
-        """
-        had = [slot for slot in self._order if mask >> slot & 1]
-        last, rested = max(1, members - 1), members - len(had)
-        return {slot: place / last for place, slot in enumerate(had, rested)}
+    def standing(self, slots: Sequence[int]) -> list[float]:
+        """From 0 up to 1 for who of them had the last one, in the order of `slots`. Who never had one stands at 0."""
+        members = set(slots)
+        had = [slot for slot in self._order if slot in members]
+        places = dict(zip(had, count(len(slots) - len(had)), strict=False))
+        last = max(1, len(slots) - 1)
+        return [places.get(slot, 0) / last for slot in slots]
 
     def took(self, endpoint: Endpoint) -> None:
         self._order.pop(endpoint.slot, None)

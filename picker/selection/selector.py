@@ -69,11 +69,11 @@ class Decision(Struct, eq=False):
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """The chosen one first, then the rest by rising cost."""
-        return self.first(len(self.weighed.endpoints))
+        return self.first(len(self.weighed.members.endpoints))
 
     def first(self, number: int) -> tuple[Candidate, ...]:
         """The first so many of the candidates."""
-        chosen, endpoints = self.chosen.endpoint, self.weighed.endpoints
+        chosen, endpoints = self.chosen.endpoint, self.weighed.members.endpoints
         others = [place for place in self.weighed.by_cost()[:number] if endpoints[place] is not chosen]
         return (self.chosen, *map(self.weighed.candidate, others[: number - 1]))
 
@@ -223,18 +223,18 @@ class Selector:
         """The terms of every endpoint of the mask, and how much of the prompt is cold."""
         cached = self.cached(demand, mask, weights, discounts)
         members, calibration = self._members(mask), self.calibration
-        weighed = weigh_prefill(demand.raw_tokens, members, cached, calibration.slowness, weights)
+        weighed = weigh_prefill(
+            demand.raw_tokens, members, self.ledger.columns, cached, calibration.slowness, weights
+        )
         weighed.add_decoding(weights, calibration.typical or 0.0, calibration.inter_token.known)
         if weights.kv_usage_tokens:
             weighed.add_kv_usage(weights)
-        weighed.apply_taints(members.tainted, demand.constraints, demand.preferred_taints, weights)
+        weighed.apply_taints(demand.constraints, demand.preferred_taints, weights)
         cold = _cold_tokens(demand, cached, weighed.running)
         if cold and weights.cold_turn:
-            weighed.add_turns(
-                self.cold_turns.standing(mask, len(members.endpoints)), weights.cold_turn * cold
-            )
+            weighed.add_turns(self.cold_turns.standing(members.slots), weights.cold_turn * cold)
         if claim is not None:
-            weighed.add_claim(claim, members.loads)
+            weighed.add_claim(claim)
         # Who cannot take the request now draws it no more, and repels it from nobody.
         if home is not None and home.bit & mask:
             weighed.add_away_from(home, weights.session_tokens)
@@ -250,7 +250,8 @@ class Selector:
                 self._by_mask.clear()
             endpoints = self.pool.in_mask(mask)
             tainted = [place for place, endpoint in enumerate(endpoints) if endpoint.spec.taints]
-            found = self._by_mask[mask] = Members(endpoints, self.ledger.loads(endpoints), tainted)
+            slots = [endpoint.slot for endpoint in endpoints]
+            found = self._by_mask[mask] = Members(endpoints, slots, self.ledger.loads(endpoints), tainted)
         return found
 
     def _examine(self, constraints: Constraints, waiting: bool) -> Eligibility:

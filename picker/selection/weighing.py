@@ -13,7 +13,7 @@ from msgspec import Struct
 from picker.policy.constraints import TaintEffect
 from picker.policy.model import CostWeights
 from picker.pool.endpoint import Endpoint
-from picker.pool.ledger import Load
+from picker.pool.ledger import Columns, Load
 from picker.selection.constraints import Constraints
 from picker.selection.endpoint_share import Claim
 
@@ -40,9 +40,12 @@ class Candidate(Struct, frozen=True, gc=False):
 
 
 class Members(NamedTuple):
-    """The endpoints that a decision is made among, their live loads, and the places of those that have taints."""
+    """The endpoints that a decision is made among, their slots and live loads, and the places of those that have
+    taints.
+    """
 
     endpoints: Sequence[Endpoint]
+    slots: Sequence[int]
     loads: Sequence[Load]
     tainted: Sequence[int]
 
@@ -55,7 +58,7 @@ class Weighed(Struct, eq=False):
     """
 
     raw: int
-    endpoints: Sequence[Endpoint]
+    members: Members
     uncached: list[int]
     booked: list[int]
     running: list[int]
@@ -71,7 +74,7 @@ class Weighed(Struct, eq=False):
         """The row of one endpoint."""
         uncached = self.uncached[place]
         return Candidate(
-            self.endpoints[place],
+            self.members.endpoints[place],
             self.raw - uncached,
             uncached,
             self.booked[place],
@@ -96,44 +99,38 @@ class Weighed(Struct, eq=False):
         price, weight = weights.running_tokens, weights.decode_interference * typical
         if not weight or not gaps:
             if price:
-                self._add([price * running for running in self.running])
+                both = zip(self.costs, self.running, strict=True)
+                self.costs = [cost + price * running for cost, running in both]
             return
-        known = [gaps.get(endpoint.slot) for endpoint in self.endpoints]
-        pairs = list(zip(known, self.running, strict=True))
+        pairs = list(zip(map(gaps.get, self.members.slots), self.running, strict=True))
         self.interference = [weight * gap * running if gap is not None else 0.0 for gap, running in pairs]
         self._add([weight * gap * running if gap is not None else price * running for gap, running in pairs])
 
     def add_kv_usage(self, weights: CostWeights) -> None:
-        reports = [endpoint.report for endpoint in self.endpoints]
+        reports = [endpoint.report for endpoint in self.members.endpoints]
         self._add([weights.kv_usage_tokens * ((report and report.kv_usage) or 0.0) for report in reports])
 
     def apply_taints(
-        self,
-        tainted: Sequence[int],
-        constraints: Constraints,
-        preferred: Sequence[tuple[str, float]],
-        weights: CostWeights,
+        self, constraints: Constraints, preferred: Sequence[tuple[str, float]], weights: CostWeights
     ) -> None:
-        """tainted: the places of those that have taints."""
-        for place in tainted:
-            endpoint = self.endpoints[place]
+        for place in self.members.tainted:
+            endpoint = self.members.endpoints[place]
             self.costs[place] = _with_taints(self.costs[place], endpoint, constraints, preferred, weights)
 
-    def add_turns(self, standing: Mapping[int, float], weight: float) -> None:
-        """Whose turn it is at a cold prompt, by slot."""
-        self.turns = [weight * standing.get(endpoint.slot, 0.0) for endpoint in self.endpoints]
+    def add_turns(self, standing: Sequence[float], weight: float) -> None:
+        """Whose turn it is at a cold prompt."""
+        self.turns = [weight * place for place in standing]
         self._add(self.turns)
 
-    def add_claim(self, claim: Claim, loads: Sequence[Load]) -> None:
+    def add_claim(self, claim: Claim) -> None:
         """What the class is over its share of each endpoint."""
-        self.over = [
-            claim.surcharge(load, uncached) for load, uncached in zip(loads, self.uncached, strict=True)
-        ]
+        pairs = zip(self.members.loads, self.uncached, strict=True)
+        self.over = [claim.surcharge(load, uncached) for load, uncached in pairs]
         self._add(self.over)
 
     def add_away_from(self, home: Endpoint, price: float) -> None:
         """All but the endpoint of the session's earlier requests."""
-        self.off = [0.0 if endpoint is home else price for endpoint in self.endpoints]
+        self.off = [0.0 if endpoint is home else price for endpoint in self.members.endpoints]
         self._add(self.off)
 
     def _add(self, terms: Sequence[float]) -> None:
@@ -143,6 +140,7 @@ class Weighed(Struct, eq=False):
 def weigh_prefill(
     raw: int,
     members: Members,
+    columns: Columns,
     cached: Mapping[int, int],
     slowness: Mapping[int, float],
     weights: CostWeights,
@@ -151,31 +149,29 @@ def weigh_prefill(
 
     cached: its cached tokens, and slowness: see `Weighed.slow`; both by slot, and who is not there has 0 and 1.
     """
-    endpoints, loads, _ = members
-    uncached = [raw] * len(endpoints)
+    slots = members.slots
+    uncached = [raw] * len(slots)
     if cached:
-        uncached = [raw - min(cached.get(endpoint.slot, 0), raw) for endpoint in endpoints]
-    booked = [load.prefill_tokens for load in loads]
-    running = [load.running + load.foreign for load in loads]
+        uncached = [raw - min(cached.get(slot, 0), raw) for slot in slots]
+    booked = list(map(columns.prefill_tokens.__getitem__, slots))
+    running = list(map(columns.running.__getitem__, slots))
+    crowd = _crowd(columns, slots, weights)
+    own, ahead = weights.uncached + crowd, weights.prefill_load
     slow: Sequence[float] = ()
     if slowness:
-        slow = [slowness.get(endpoint.slot, 1.0) for endpoint in endpoints]
-    own, ahead = weights.uncached, weights.prefill_load
-    costs = [own * mine + ahead * theirs for mine, theirs in zip(uncached, booked, strict=True)]
-    if slow:
-        costs = [cost * rate for cost, rate in zip(costs, slow, strict=True)]
-    crowd = _crowd(loads, weights)
-    if crowd:
-        rates = slow or [1.0] * len(endpoints)
-        costs = [cost + crowd * mine * rate for cost, mine, rate in zip(costs, uncached, rates, strict=True)]
-    return Weighed(raw, endpoints, uncached, booked, running, slow, crowd, costs)
+        slow = [slowness.get(slot, 1.0) for slot in slots]
+        terms = zip(uncached, booked, slow, strict=True)
+        costs = [(own * mine + ahead * theirs) * rate for mine, theirs, rate in terms]
+    else:
+        costs = [own * mine + ahead * theirs for mine, theirs in zip(uncached, booked, strict=True)]
+    return Weighed(raw, members, uncached, booked, running, slow, crowd, costs)
 
 
-def _crowd(loads: Sequence[Load], weights: CostWeights) -> float:
+def _crowd(columns: Columns, slots: Sequence[int], weights: CostWeights) -> float:
     """What a token of prefill costs those who will wait for it: as many as wait for theirs on such an endpoint now."""
-    if not weights.crowding or not loads:
+    if not weights.crowding or not slots:
         return 0.0
-    return weights.crowding * sum([load.prefilling for load in loads]) / len(loads)
+    return weights.crowding * sum(map(columns.prefilling.__getitem__, slots)) / len(slots)
 
 
 def _with_taints(

@@ -23,7 +23,7 @@ from picker.kvcache.index import KvIndex
 from picker.kvcache.keys import root_key
 from picker.policy.model import CostWeights, Policy, PolicyClass, Profile, QueuePolicy
 from picker.pool.endpoint import EndpointSpec
-from picker.pool.ledger import Ledger
+from picker.pool.ledger import Columns, Ledger
 from picker.pool.pool import Pool
 from picker.queueing.admission import AdmissionQueue, QueueLimits
 from picker.queueing.work import Outcome, Released, Work
@@ -34,7 +34,7 @@ from picker.selection.weighing import Candidate, Members, weigh_prefill
 
 BLOCK = 16
 NOBODY_REFUSED = Eligibility(0, {})
-NOTHING_WEIGHED = weigh_prefill(0, Members([], [], []), {}, {}, CostWeights())
+NOTHING_WEIGHED = weigh_prefill(0, Members([], [], [], []), Columns(), {}, {}, CostWeights())
 ROOT = root_key(BLOCK, None)
 
 
