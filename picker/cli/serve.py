@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 
+from picker import garbage
 from picker.app import App
 from picker.cli.options import fail, with_settings
 from picker.policy import PolicyError
@@ -51,10 +51,7 @@ async def _run(app: App) -> bool:
         loop.add_signal_handler(number, stop)
     # Where this fails the process ends, and with it whatever has been started.
     await app.start()
-    # What has been made so far stays for good: no collection has to walk it again, each of which would hold up
-    # every request.
-    gc.collect()
-    gc.freeze()
+    garbage.expect_little()
     try:
         await _first(asked.wait(), app.failed.wait())
         if asked.is_set():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -12,6 +11,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from picker import garbage
 from picker.extproc.health import HealthState
 from picker.faces.asking import Asking
 from picker.faces.channel import Channel
@@ -89,8 +89,7 @@ class Child:
         face.take_rewrites(self._rewrites)
         await face.serve()
         self.channel.send(Listening())
-        gc.collect()
-        gc.freeze()
+        garbage.expect_little()
         counting = asyncio.create_task(self._count(face))
         await self._over.wait()
         await face.stop()

@@ -77,6 +77,14 @@ CASES = [
 STREAMS = Case("300B, 1,000 events in the answer", 300, chunks=1000)
 
 
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds a request at saturation: of the processor, and in the stage that tokenizes."""
+
+    cpu: float
+    tokenizing: float
+
+
 @dataclass(slots=True)
 class Bench:
     directory: Path
@@ -88,9 +96,18 @@ class Bench:
         access_log = ResponseObservation.ACCESS_LOG
         async with AsyncExitStack() as exits:
             bare = await exits.enter_async_context(servers.alone(self._room("alone")))
+            spent = []
             for open_server in (self._echo, self._measured):
                 async with open_server(access_log) as server:
-                    await self._compare(case, bare, server)
+                    spent.append(await self._compare(case, bare, server))
+            echo, measured = spent
+            if measured.tokenizing:
+                more = measured.cpu - echo.cpu
+                print(
+                    f"{case.name:19} {'picker':10} at saturation {more * 1e6:.0f} us CPU/request above the echo, "
+                    f"{(more - measured.tokenizing) * 1e6:.0f} without tokenizing   target 250",
+                    flush=True,
+                )
 
     async def streams(self) -> None:
         """Processor time of answers in 1,000 pieces, as we ship it and where the gateway sends every piece through."""
@@ -107,12 +124,13 @@ class Bench:
                         flush=True,
                     )
 
-    async def _compare(self, case: Case, bare: Running, server: Running) -> None:
+    async def _compare(self, case: Case, bare: Running, server: Running) -> Spent:
         requests = case.requests(servers.destination(self.ports))
         await closed_loop(server.port, requests, CLIENTS, min(2.0, self.seconds))
         before, stages = server.cpu_seconds(), await server.stage_seconds()
         full = await closed_loop(server.port, requests, CLIENTS, self.seconds)
         cpu = (server.cpu_seconds() - before) / max(1, len(full.latencies))
+        tokenizing = _means(stages, await server.stage_seconds()).get("tokenize", 0.0)
         print(
             f"{case.name:19} {server.name:10} saturation {full.per_second:7.1f}/s"
             + (f" {cpu * 1e6:8.0f} us CPU/request" if server.pid else "")
@@ -129,10 +147,10 @@ class Bench:
             load = await open_loop(server.port, requests, rate, self.seconds)
             print(f"{case.name:19} {server.name:10} {_added(share, rate, load, without)}", flush=True)
         if stages:
-            print(
-                f"{case.name:19} {server.name:10} {_by_stage(stages, await server.stage_seconds())}",
-                flush=True,
-            )
+            means = _means(stages, await server.stage_seconds())
+            parts = ", ".join(f"{stage} {mean * 1e6:.0f}" for stage, mean in means.items())
+            print(f"{case.name:19} {server.name:10} mean us of each stage: {parts}", flush=True)
+        return Spent(cpu, tokenizing)
 
     def _echo(self, observation: ResponseObservation) -> Any:
         return servers.echo(self._room("echo"), observation)
@@ -159,13 +177,14 @@ def _added(share: float, rate: float, load: Load, without: Load) -> str:
     return f"at {share:.0%} ({rate:.0f}/s)  ms added: {figures}{trouble}"
 
 
-def _by_stage(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> str:
-    parts = []
+def _means(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Seconds that a request spent in each stage."""
+    means = {}
     for stage, (seconds, requests) in after.items():
         earlier = before.get(stage, (0.0, 0.0))
         if requests > earlier[1]:
-            parts.append(f"{stage} {(seconds - earlier[0]) / (requests - earlier[1]) * 1e6:.0f}")
-    return "mean us of each stage: " + ", ".join(parts)
+            means[stage] = (seconds - earlier[0]) / (requests - earlier[1])
+    return means
 
 
 async def idle(directory: Path, pods: int, seconds: float) -> None:

@@ -38,11 +38,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"policy", "requests"},
 }
 EVERYTHING_BELOW = set(MAY_IMPORT)
-MAY_IMPORT["faces"] = set(EVERYTHING_BELOW)
+MAY_IMPORT["garbage"] = set()
+MAY_IMPORT["faces"] = EVERYTHING_BELOW | {"garbage"}
 MAY_IMPORT["admin"] = EVERYTHING_BELOW - {"settings"}
 MAY_IMPORT["simulation"] = EVERYTHING_BELOW | {"admin", "app"}
 MAY_IMPORT["app"] = EVERYTHING_BELOW | {"admin", "faces"}
-MAY_IMPORT["cli"] = MAY_IMPORT["app"] | {"app", "simulation"}
+MAY_IMPORT["cli"] = MAY_IMPORT["app"] | {"app", "garbage", "simulation"}
 # The plugin is one more command line; it reaches pickers by their API.
 MAY_IMPORT["kubectl"] = {"api", "admin", "cli", "pool", "policy"}
 MAY_IMPORT["kubectl"] = EVERYTHING_BELOW | {"admin", "cli"}
