@@ -8,8 +8,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from h2.config import H2Configuration
-from h2.connection import H2Connection
 from h2.errors import ErrorCodes
 from h2.events import (
     ConnectionTerminated,
@@ -23,10 +21,10 @@ from h2.events import (
     WindowUpdated,
 )
 from h2.exceptions import ProtocolError
-from h2.settings import SettingCodes, Settings
-from hyperframe.frame import Frame, GoAwayFrame
+from hyperframe.frame import GoAwayFrame
 
 from picker.rpc.call import CALL_WINDOW, Call, Headers, Status
+from picker.rpc.http2 import server_side
 
 if TYPE_CHECKING:
     from picker.rpc.server import RpcServer
@@ -37,50 +35,8 @@ log = logging.getLogger(__name__)
 _CONNECTION_WINDOW = 16 * 1024 * 1024
 # A client that does not say within so many seconds that it speaks HTTP/2 is hung up on.
 _GREETING_SECONDS = 20.0
-_EVERYTHING = 2**31 - 1
+_ANY_STREAM = 2**31 - 1
 _RETIRED = b"retired?"
-
-
-# h2 4 writes each frame that comes out for a logger, before it finds that there is none: an eighth of what it costs.
-Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
-
-
-class _H2(H2Connection):
-    """h2 counts the open streams by walking over all of them whenever one opens, and lets go of closed ones on the
-    way. With thousands of requests held that would be all that a picker does, so it walks only once their number has
-    doubled. The limit that h2 would check by the count is not announced: `ExtProcServer.max_streams` answers better.
-    """
-
-    MAX_CLOSED_STREAMS = 4096
-    _walk_at = 64
-
-    @property
-    def open_inbound_streams(self) -> int:
-        if len(self.streams) >= self._walk_at:
-            self._walk_at = max(64, 2 * super().open_inbound_streams)
-        return 0
-
-
-def _h2() -> _H2:
-    # Headers of requests are used to find the method, and go nowhere.
-    connection = _H2(
-        H2Configuration(
-            client_side=False,
-            header_encoding=None,
-            validate_inbound_headers=False,
-            validate_outbound_headers=False,
-            normalize_outbound_headers=False,
-        )
-    )
-    connection.local_settings = Settings(
-        client=False,
-        initial_values={
-            SettingCodes.INITIAL_WINDOW_SIZE: CALL_WINDOW,
-            SettingCodes.MAX_CONCURRENT_STREAMS: _EVERYTHING,
-            SettingCodes.MAX_HEADER_LIST_SIZE: 64 * 1024,
-        },
-    )
-    return connection
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -91,7 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._h2 = _h2()
+        self._h2 = server_side(CALL_WINDOW)
         self._calls: dict[int, Call] = {}
         # As sets that keep their order.
         self._due: dict[Call, None] = {}
@@ -210,7 +166,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         if not self._transport.is_closing():
             self._write()
-            self._transport.write(GoAwayFrame(0, last_stream_id=_EVERYTHING).serialize())
+            self._transport.write(GoAwayFrame(0, last_stream_id=_ANY_STREAM).serialize())
             self._h2.ping(_RETIRED)
             self._write()
 
