@@ -117,6 +117,9 @@ class _Stream:
         self._ending = False  # after what waits to be sent
         self._stats.streams += 1
         self._stats.active_streams += 1
+        if server.limits.refuses and self._stats.active_streams > 2 * server.max_streams:
+            # Nothing has been said on it yet to which there could be a better answer.
+            call.end(Status.RESOURCE_EXHAUSTED, "too many streams")
 
     # What comes
 

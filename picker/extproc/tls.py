@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -127,7 +128,10 @@ class _WatchedFiles:
 
 def _check(pair: KeyPair) -> None:
     """Raises ValueError when key and certificate do not belong together, as half-way through a rotation."""
-    key = serialization.load_pem_private_key(pair.key, password=None)
+    try:
+        key = serialization.load_pem_private_key(pair.key, password=None)
+    except (TypeError, UnsupportedAlgorithm) as error:
+        raise ValueError(f"the TLS key cannot be used: {error}") from error
     certificate = x509.load_pem_x509_certificate(pair.certificate)
     if key.public_key() != certificate.public_key():
         raise ValueError("the TLS key does not belong to the certificate")

@@ -152,6 +152,8 @@ class Call:
     def take(self, event: DataReceived) -> None:
         self._client_ended = event.stream_ended is not None
         self._taken += event.flow_controlled_length
+        if self._ending is not None:
+            return
         try:
             messages = self._reader.read(event.data)
         except BadFraming as error:
@@ -159,7 +161,7 @@ class Call:
             self.end(Status.UNIMPLEMENTED if compressed else Status.RESOURCE_EXHAUSTED, str(error))
             return
         for message in messages:
-            if self.over:
+            if self._ending is not None or self.over:
                 return
             self.receiver.received(message)
         self._give_back()
@@ -201,12 +203,13 @@ class Call:
 
     def _finish(self) -> None:
         assert self._ending is not None
-        self._connection.send_headers(self._stream, self._ending, end=True)
-        if not self._client_ended:
+        try:
+            self._connection.send_headers(self._stream, self._ending, end=True)
             # As the gRPC protocol wants it: the client is not to send what nobody will read.
             self._connection.reset(self._stream)
-        self._connection.forget(self._stream)
-        self.close()
+        finally:
+            self._connection.forget(self._stream)
+            self.close()
 
     def _give_back(self) -> None:
         if self._taken >= CALL_WINDOW // 2 and not (self._held or self._client_ended or self.over):

@@ -24,7 +24,7 @@ from h2.exceptions import ProtocolError
 from hyperframe.frame import GoAwayFrame
 
 from picker.rpc.call import CALL_WINDOW, Call, Headers, Status
-from picker.rpc.http2 import server_side
+from picker.rpc.http2 import HEADER_BYTES, server_side
 
 if TYPE_CHECKING:
     from picker.rpc.server import RpcServer
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _CONNECTION_WINDOW = 16 * 1024 * 1024
 # A client that does not say within so many seconds that it speaks HTTP/2 is hung up on.
 _GREETING_SECONDS = 20.0
+# So long may a client take to hang up that was asked to open no more calls, and has none.
+_LAST_SECONDS = 5.0
 _ANY_STREAM = 2**31 - 1
 _RETIRED = b"retired?"
 
@@ -58,6 +60,7 @@ class Connection(asyncio.BufferedProtocol):
         self._gathering = False  # a write comes anyway
         self._write_comes: asyncio.Handle | None = None
         self._retired = False
+        self._last_moment: asyncio.TimerHandle | None = None
         self._timers: list[asyncio.TimerHandle] = []
 
     # The transport's side
@@ -96,8 +99,9 @@ class Connection(asyncio.BufferedProtocol):
         self._send_all()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in self._timers:
-            timer.cancel()
+        for timer in (*self._timers, self._last_moment):
+            if timer is not None:
+                timer.cancel()
         self._close_calls()
         self._server.lost(self)
 
@@ -141,8 +145,10 @@ class Connection(asyncio.BufferedProtocol):
         return sent
 
     def reset(self, stream: int) -> None:
-        """The client is to send no more on it; what was sent to it is still good."""
-        self._h2.reset_stream(stream, ErrorCodes.NO_ERROR)
+        """The client is to send no more on it, if it has not ended it; what was sent to it is still good."""
+        state = self._h2.streams.get(stream)
+        if state is not None and not state.closed:
+            self._h2.reset_stream(stream, ErrorCodes.NO_ERROR)
 
     def widen(self, stream: int, size: int) -> None:
         self._h2.increment_flow_control_window(size, stream)
@@ -200,11 +206,13 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not headers.get(b"content-type", b"").startswith(b"application/grpc"):
             self.send_headers(stream, ((b":status", b"415"),), end=True)
-            if event.stream_ended is None:
-                self.reset(stream)
+            self.reset(stream)
             return
         self._calls[stream] = call = Call(self, stream, self._server.max_message_bytes)
-        self._tell(call, self._server.open, headers.get(b":path", b""), call)
+        if sum([len(name) + len(value) + 32 for name, value in event.headers]) > HEADER_BYTES:
+            call.end(Status.RESOURCE_EXHAUSTED, f"more than {HEADER_BYTES} bytes of headers")
+        else:
+            self._tell(call, self._server.open, headers.get(b":path", b""), call)
 
     def _take_data(self, event: DataReceived) -> None:
         self._taken += event.flow_controlled_length
@@ -251,11 +259,13 @@ class Connection(asyncio.BufferedProtocol):
     def _send_all(self) -> None:
         """See to all who have something to send, and write it."""
         self._gathering = True
-        while self._due:
-            due, self._due = self._due, {}
-            for call in due:
-                self._tell(call, call.go)
-        self._gathering = False
+        try:
+            while self._due:
+                due, self._due = self._due, {}
+                for call in due:
+                    self._tell(call, call.go)
+        finally:
+            self._gathering = False
         if self._write_comes is not None:
             self._write_comes.cancel()
             self._write_comes = None
@@ -276,8 +286,16 @@ class Connection(asyncio.BufferedProtocol):
     # Its end
 
     def _hang_up_if_done(self) -> None:
-        if self._retired and not self._calls:
-            self._loop.call_soon(self._close)
+        """Leave it to the client, at first: what it still sends would meet a closed socket, and to that systems answer
+        by throwing away what the client has not read yet.
+        """
+        if self._retired and not self._calls and self._last_moment is None:
+            self._last_moment = self._loop.call_later(_LAST_SECONDS, self._close_if_done)
+
+    def _close_if_done(self) -> None:
+        self._last_moment = None
+        if not self._calls:
+            self._close()
 
     def _hang_up_on_silence(self) -> None:
         log.warning("hanging up on a client that does not speak HTTP/2")

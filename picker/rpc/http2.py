@@ -16,6 +16,10 @@ from hyperframe.frame import Frame
 # h2 4 writes out each frame that comes for a logger, before it finds that there is none: an eighth of what it costs.
 Frame.__repr__ = object.__repr__  # type: ignore[method-assign]
 
+# Of the headers of a call, by HTTP/2's way of counting. What is announced is not heeded by all, and where h2 enforces a
+# limit it is all calls of the connection that end: its own is only there to bound what is read.
+HEADER_BYTES = 64 * 1024
+_HEADER_BYTES_READ = 1024 * 1024
 _NO_LIMIT = 2**31 - 1
 
 
@@ -37,7 +41,7 @@ def server_side(call_window: int) -> H2Connection:
         initial_values={
             SettingCodes.INITIAL_WINDOW_SIZE: call_window,
             SettingCodes.MAX_CONCURRENT_STREAMS: _NO_LIMIT,
-            SettingCodes.MAX_HEADER_LIST_SIZE: Decoder().max_header_list_size,
+            SettingCodes.MAX_HEADER_LIST_SIZE: HEADER_BYTES,
         },
     )
     connection.decoder = _Decoder()
@@ -66,7 +70,7 @@ class _Decoder(Decoder):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(_HEADER_BYTES_READ)
         self._block = b""
         self._meaning: Iterable[HeaderTuple] = ()
         self._state: tuple[object, ...] = ()

@@ -12,6 +12,8 @@ from picker.rpc.connection import Connection
 
 _READ_BYTES = 256 * 1024
 _BACKLOG = 1024
+# A client's system that does not answer for so long is gone; one that takes nothing for so long, as good as gone.
+_SILENT_SECONDS = 60
 
 
 class RpcServer:
@@ -50,14 +52,16 @@ class RpcServer:
             listener = socket.create_server(
                 (host, port),
                 family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-                backlog=_BACKLOG,
                 reuse_port=shared,
                 dualstack_ipv6=host == "::",
             )
         except OSError as error:
             raise OSError(f"cannot listen on {address_of(host, port)}: {error.strerror}") from error
+        _notice_the_dead(listener)
         loop = asyncio.get_running_loop()
-        self._listeners.append(await loop.create_server(lambda: Connection(self), sock=listener, ssl=tls))
+        self._listeners.append(
+            await loop.create_server(lambda: Connection(self), sock=listener, ssl=tls, backlog=_BACKLOG)
+        )
         return int(listener.getsockname()[1])
 
     async def stop(self, grace: float = 0.0) -> None:
@@ -103,6 +107,19 @@ class RpcServer:
             call.receiver = method(call)
             if call.over:
                 call.receiver.closed()
+
+
+def _notice_the_dead(listener: socket.socket) -> None:
+    """End connections whose client is gone without a word, or takes nothing. What they accept inherits this (Linux)."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _SILENT_SECONDS),
+        ("TCP_KEEPINTVL", _SILENT_SECONDS // 6),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", _SILENT_SECONDS * 1000),
+    ):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def address_of(host: str, port: int) -> str:

@@ -155,6 +155,18 @@ async def test_one_stream_too_many_is_refused() -> None:
         assert reason(await refused.receive()) == "too_many_streams"
 
 
+async def test_streams_that_say_nothing_are_bounded_too() -> None:
+    """They cannot be answered yet, so there is room for as many again, and no more."""
+    server = ExtProcServer(StubHandler(), max_streams=2)
+    async with gateway_client(server) as gateway:
+        silent = [gateway.open() for _ in range(4)]
+        await eventually(lambda: server.stats.active_streams == 4)
+        one_more = gateway.open()
+        assert await one_more.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        silent[0].reset()
+        await eventually(lambda: server.stats.active_streams == 3)
+
+
 @pytest.mark.parametrize(
     "error", [ValueError("poisoned"), RuntimeError("policy"), asyncio.CancelledError("inside")]
 )

@@ -141,9 +141,21 @@ async def test_a_half_done_rotation_keeps_the_old_pair(tmp_path: Path) -> None:
         key.write_bytes(authority.issue("picker").key)
         async with channel_to(port, authority.pem) as channel:
             assert await ask(channel) == "request_headers"
+        key.write_bytes(locked(authority.issue("picker").key))
+        async with channel_to(port, authority.pem) as channel:
+            assert await ask(channel) == "request_headers"
         key.unlink()
         async with channel_to(port, authority.pem) as channel:
             assert await ask(channel) == "request_headers"
+
+
+def locked(key: bytes) -> bytes:
+    """The key, with a password that nobody is told."""
+    return serialization.load_pem_private_key(key, password=None).private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
 
 
 def test_files_that_do_not_fit_are_refused_at_start(tmp_path: Path) -> None:
@@ -153,6 +165,9 @@ def test_files_that_do_not_fit_are_refused_at_start(tmp_path: Path) -> None:
         file_context(tmp_path / "nowhere", key)
     key.write_bytes(authority.issue("picker").key)
     with pytest.raises(ValueError, match="does not belong"):
+        file_context(certificate, key)
+    key.write_bytes(locked(authority.issue("picker").key))
+    with pytest.raises(ValueError, match="encrypted"):
         file_context(certificate, key)
     key.write_bytes(b"junk")
     with pytest.raises(ValueError, match=r"(?i)pem|deserialize|key"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -138,8 +139,14 @@ class Raw:
 
 
 @asynccontextmanager
-async def raw(port: int) -> AsyncIterator[Raw]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def raw(port: int, *, holds: int | None = None) -> AsyncIterator[Raw]:
+    """`holds`: about so many bytes that it did not read are taken in for it, and no more."""
+    end = socket.socket()
+    if holds is not None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, holds)
+    end.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(end, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=end, limit=holds or 65_536)
     connection = Raw(reader, writer)
     connection.h2.initiate_connection()
     try:

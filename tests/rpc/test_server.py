@@ -17,6 +17,7 @@ from h2.events import (
     StreamReset,
     TrailersReceived,
 )
+from h2.settings import SettingCodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +25,10 @@ from picker.rpc import RpcServer, Status
 from picker.rpc import connection as connection_module
 from picker.rpc.call import CALL_WINDOW
 from picker.rpc.framing import framed
-from tests.rpc.methods import METHOD, Recorded, Service, client, has, raw, serving
+from tests.rpc.methods import HEADERS, METHOD, Recorded, Service, client, has, raw, serving
 from tests.support.servers import eventually
+
+PONG = b"\0\0\x08\x06\1\0\0\0\0retired?"
 
 # By gRPC's own client
 
@@ -225,7 +228,104 @@ async def test_a_client_that_reads_nothing_is_not_read_from() -> None:
             await pour()
 
 
+async def test_a_call_that_its_method_ends_as_the_client_does_leaves_nothing() -> None:
+    """By the time that we see the message, h2 has taken the end of the stream too: there is nothing to reset."""
+
+    def end(recorded: Recorded, message: bytes) -> None:
+        if message == b"bad":
+            raise ValueError("bad")
+        recorded.call.end(Status.NOT_FOUND, "no")
+
+    service = Service(end)
+    async with serving(service) as (server, port), raw(port) as hasty:
+        kept = hasty.open()
+        await hasty.until(lambda events: service.opened.is_set())
+        for message in (b"good", b"bad"):
+            stream = hasty.open()
+            hasty.h2.send_data(stream, framed(message))
+            hasty.h2.end_stream(stream)
+            await hasty.until(has(StreamEnded, stream_id=stream))
+        plain = [(name, value) for name, value in HEADERS if name != "content-type"]
+        stream = hasty.open(plain)
+        hasty.h2.send_data(stream, b"{}", end_stream=True)
+        await hasty.until(has(StreamEnded, stream_id=stream))
+        assert [recorded.closes for recorded in service.calls] == [0, 1, 1]
+        hasty.h2.send_data(kept, framed(b"good"))
+        await hasty.until(has(StreamEnded, stream_id=kept))
+        assert (service.open_calls, server.connections) == (0, 1)
+
+
+async def test_calls_that_nobody_serves_are_not_kept() -> None:
+    async with (
+        serving(Service(), connection_seconds=0.5) as (server, port),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        for _ in range(5):
+            call = channel.unary_unary("/test.Service/Nothing")(b"x")
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+        # A connection with a call would stay.
+        await eventually(lambda: server.connections == 0)
+
+
+async def test_too_many_headers_end_their_call_only() -> None:
+    service = Service()
+    async with serving(service) as (_, port), client(port, max_metadata_size=1 << 20) as method:
+        good = method()
+        await good.write(b"one")
+        assert await good.read() == b"one"
+        greedy = method(metadata=[("huge", "h" * 200_000)])
+        assert await greedy.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await good.write(b"two")
+        assert await good.read() == b"two"
+        assert len(service.calls) == 1
+
+
 # The end of connections
+
+
+async def test_the_last_answer_of_a_connection_comes_whole() -> None:
+    """Who hung up first would have the rest of it thrown away, as soon as the client says one thing more."""
+    size = 200_000
+
+    def answer(recorded: Recorded, message: bytes) -> None:
+        recorded.call.send(b"x" * size)
+        recorded.call.end()
+
+    service = Service(answer)
+    async with serving(service, connection_seconds=0.05) as (_, port), raw(port, holds=8192) as slow:
+        slow.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 1 << 20})
+        slow.h2.increment_flow_control_window(1 << 20)
+        await slow.until(has(connection_module.RemoteSettingsChanged))
+        stream = slow.open()
+        slow.flush()
+        # Read past h2, which says nothing more on a connection that is to end.
+        await slow.reader.readuntil(b"retired?")
+        slow.h2.send_data(stream, framed(b"go"))
+        slow.writer.write(PONG + slow.h2.data_to_send())
+        await service.opened.wait()
+        await service.calls[0].over.wait()
+        await asyncio.sleep(0.05)
+        slow.h2.ping(b"12345678")
+        slow.flush()
+        await asyncio.sleep(0.05)
+        got = b""
+        while len(got) < size:
+            got += await slow.reader.read(65_536)
+
+
+async def test_a_call_that_comes_with_the_answer_to_the_retirement_is_served() -> None:
+    service = Service()
+    async with serving(service, connection_seconds=0.05) as (_, port), raw(port) as late:
+        await late.until(has(connection_module.RemoteSettingsChanged))
+        # Read past h2, which says nothing more on a connection that is to end.
+        await late.reader.readuntil(b"retired?")
+        stream = late.open()
+        late.h2.send_data(stream, framed(b"hi"))
+        late.writer.write(PONG + late.h2.data_to_send())
+        await eventually(lambda: bool(service.calls) and service.calls[0].messages == [b"hi"])
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert service.calls[0].closes == 0
 
 
 async def test_an_old_connection_is_left_by_its_client_and_ends_after_its_last_call() -> None:
