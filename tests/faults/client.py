@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -39,11 +40,14 @@ class WrongBytes(AssertionError):
 
 @dataclass(slots=True)
 class CheckingClient:
-    """Sends unlike requests through Envoy at `url`, and remembers how each one ended."""
+    """Sends unlike requests through Envoy at `url`, and remembers how each one ended. `begun`: good answers of which
+    something has come.
+    """
 
     url: str
     session: aiohttp.ClientSession
     answers: list[Answer] = field(default_factory=list)
+    begun: int = 0
 
     async def send(
         self,
@@ -65,6 +69,12 @@ class CheckingClient:
         self.answers.append(answer)
         return answer
 
+    async def has_begun(self, count: int) -> None:
+        """Wait until that many answers have begun, since the start of the test."""
+        async with asyncio.timeout(60):
+            while self.begun < count:
+                await asyncio.sleep(0.005)
+
     async def _post(self, body: bytes, events: int, headers: dict[str, str], timeout: float) -> Answer:
         got = bytearray()
         response = None
@@ -74,6 +84,7 @@ class CheckingClient:
                 f"{self.url}/v1/completions", data=body, headers=headers, timeout=limit
             ) as response:
                 async for piece in response.content.iter_any():
+                    self.begun += response.status == 200 and not got
                     got += piece
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             if response is None:

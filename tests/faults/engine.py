@@ -29,7 +29,6 @@ class CheckedEngine:
     running: int = 0
     served: int = 0
     arrivals: list[list[tuple[str, str]]] = field(default_factory=list)  # the headers of each request
-    streaming: int = 0  # answers that have begun to come
     _open: list[web.Request] = field(default_factory=list)
     _runner: web.AppRunner | None = None
 
@@ -69,12 +68,6 @@ class CheckedEngine:
             await self._runner.cleanup()
             self._runner = None
 
-    async def has_begun(self, count: int) -> None:
-        """Wait until that many answers have begun, since the start of the test."""
-        async with asyncio.timeout(15):
-            while self.streaming < count:
-                await asyncio.sleep(0.01)
-
     async def _metrics(self, _: web.Request) -> web.Response:
         truth = IDLE_METRICS.replace("} 0", f"}} {self.running}")
         return web.Response(text=truth if self.metrics is None else self.metrics)
@@ -112,7 +105,6 @@ class CheckedEngine:
             while self.stalls_at is not None and number >= self.stalls_at:
                 await asyncio.sleep(0.02)
             await response.write(numbered_event(number))
-            self.streaming += number == 0
             await asyncio.sleep(wanted.get("pause", 0.0))
         await response.write(LAST_EVENT)
         with contextlib.suppress(ConnectionError):

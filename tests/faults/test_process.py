@@ -29,7 +29,7 @@ async def four_run_and_the_rest_waits(
 ) -> list[asyncio.Task[Answer]]:
     tasks = [asyncio.create_task(faulty.client.send(events=events, pause=0.02)) for _ in range(count)]
     await faulty.held(count - 4)
-    await faulty.engines[0].has_begun(4)
+    await faulty.client.has_begun(4)
     return tasks
 
 
