@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks            # print
     python -m tests.benchmarks --write    # and write the README anew
+    python -m tests.benchmarks --write bench_queue    # only this section of it
 
 Every figure stands beside a baseline or a target of the same run: the machines that this runs on are small, shared
 and noisy, so compare ratios, not single times.
@@ -41,16 +42,15 @@ def main() -> int:
     chosen = arguments.only or list(BENCHMARKS)
     if unknown := set(chosen) - set(BENCHMARKS):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
-    failed, sections = 0, []
+    failed, sections = 0, _written() if arguments.only else {}
     for name in chosen:
         print(f"\n=== {BENCHMARKS[name]} ({name})", flush=True)
         output, status = _run(name)
         failed += status != 0
-        sections.append(
-            f"## {BENCHMARKS[name]}\n\n    python -m tests.benchmarks.{name}\n\n```text\n{output.strip()}\n```\n"
-        )
-    if arguments.write and not failed and len(chosen) == len(BENCHMARKS):
-        README.write_text("\n".join([_introduction(), *sections]))
+        sections[name] = f"    python -m tests.benchmarks.{name}\n\n```text\n{output.strip()}\n```\n"
+    if arguments.write and not failed:
+        parts = [f"## {BENCHMARKS[name]}\n\n{text}" for name, text in _in_order(sections)]
+        README.write_text("\n".join([_introduction(), *parts]))
         print(f"\nwritten: {README}")
     return 1 if failed else 0
 
@@ -67,12 +67,24 @@ def _run(name: str) -> tuple[str, int]:
     return "".join(lines), process.returncode
 
 
+def _written() -> dict[str, str]:
+    """The sections that the README has."""
+    names = {title: name for name, title in BENCHMARKS.items()}
+    parts = (part.split("\n\n", 1) for part in README.read_text().split("\n## ")[1:])
+    return {names[title]: text for title, text in parts if title in names}
+
+
+def _in_order(sections: dict[str, str]) -> list[tuple[str, str]]:
+    return [(name, sections[name]) for name in BENCHMARKS if name in sections]
+
+
 def _introduction() -> str:
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (
         "# Benchmarks\n\n"
-        "Written by one command, `make bench ARGS=--write`; each section's own command is above its figures. Compare\n"
-        "ratios within a run: the machine is small, shared and noisy.\n\n"
+        "Written by one command, `make bench ARGS=--write`; each section's own command is above its figures, and with\n"
+        "its name behind `--write` it alone is written anew. Compare ratios within a section: the machine is small,\n"
+        "shared and noisy.\n\n"
         f"Machine: {_processor()}, {os.cpu_count()} cores, load average before the run's end {load};"
         f" Python {platform.python_version()}.\n"
     )
