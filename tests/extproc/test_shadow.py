@@ -34,12 +34,15 @@ async def refuse(handler: StubHandler, arrival: object) -> Refused:
 
 
 async def exchange(stream: GatewayStream, *request: ProcessingRequest) -> list[ProcessingResponse]:
-    """Send a request, play a response of two chunks, and give every reply."""
+    """Send a request, play a response of two chunks when it has gone on, and give every reply."""
     await stream.send(*request)
+    passed_on = await stream.receive_until(
+        lambda reply: reply.request_body.response.body_mutation.streamed_response.end_of_stream
+    )
     await stream.send(messages.response_headers(200), messages.response_body(b"one"))
     await stream.send(messages.response_body(b"two", end=True))
     await stream.call.done_writing()
-    return await stream.receive_all()
+    return passed_on + await stream.receive_all()
 
 
 def assert_untouched(replies: list[ProcessingResponse], body: bytes) -> None:
