@@ -12,6 +12,7 @@ from picker.admin.server import MAX_DECISIONS
 from picker.admin.views import Views, decision_view
 from picker.api.v1 import introspection_pb2 as pb
 from picker.api.v1 import introspection_pb2_grpc as pb_grpc
+from picker.rpc import address_of
 from picker.telemetry import Telemetry
 
 _DEFAULT_LIMIT = 50
@@ -28,8 +29,7 @@ class IntrospectionServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; 0 takes a free port. Returns the port."""
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        bound = self._server.add_insecure_port(address)
+        bound = self._server.add_insecure_port(address_of(host, port))
         await self._server.start()
         return bound
 

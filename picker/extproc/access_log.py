@@ -14,7 +14,7 @@ from envoy.data.accesslog.v3.accesslog_pb2 import HTTPAccessLogEntry
 from envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from google.protobuf.message import DecodeError
 
-from picker.rpc import Call, RpcServer, Status
+from picker.rpc import Call, Receiver, RpcServer, Status
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class AccessLogService:
             log.exception("taking an access log entry failed")
 
 
-class _Stream:
+class _Stream(Receiver):
     """One of the gateway's worker threads."""
 
     def __init__(self, service: AccessLogService, call: Call) -> None:
@@ -96,8 +96,6 @@ class _Stream:
     def half_closed(self) -> None:
         self._call.send(b"")  # an empty StreamAccessLogsResponse
         self._call.end()
-
-    def sendable(self) -> None: ...
 
     def closed(self) -> None:
         self._service.stats.active_streams -= self._counted

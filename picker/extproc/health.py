@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
 from picker.extproc.server import SERVICE_NAME
-from picker.rpc import Call, RpcServer, Status
+from picker.rpc import Call, Receiver, RpcServer, Status
 
 LIVENESS = "liveness"
 # As readiness, but it does not ask for the leadership: a replica that can take over at once.
@@ -88,7 +88,7 @@ class HealthService:
         call.send(health_pb2.HealthListResponse(statuses=statuses).SerializeToString())
 
 
-class _Once:
+class _Once(Receiver):
     """A call of one question and one answer."""
 
     def __init__(self, call: Call, answer: Callable[[Call, bytes], None]) -> None:
@@ -105,12 +105,8 @@ class _Once:
     def half_closed(self) -> None:
         self._call.end(Status.INTERNAL, "no message came")
 
-    def sendable(self) -> None: ...
 
-    def closed(self) -> None: ...
-
-
-class _Watch:
+class _Watch(Receiver):
     """Says each change of a status until the client has heard enough."""
 
     def __init__(self, call: Call, state: HealthState) -> None:
@@ -138,10 +134,6 @@ class _Watch:
                 self._call.send(_Status(status=status).SerializeToString())
                 last = status
             await changed.wait()
-
-    def half_closed(self) -> None: ...
-
-    def sendable(self) -> None: ...
 
     def closed(self) -> None:
         if self._watching is not None:

@@ -32,7 +32,7 @@ from picker.extproc.conversation import (
     ResponseHeaders,
 )
 from picker.extproc.handler import Arrival, Exchange, Refused, RequestHandler, Routed
-from picker.rpc import Call, RpcServer, Status
+from picker.rpc import Call, Receiver, RpcServer, Status
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class ExtProcServer:
         )
 
 
-class _Stream:
+class _Stream(Receiver):
     """One ext_proc stream, from its first message to its end."""
 
     def __init__(self, server: ExtProcServer, call: Call) -> None:

@@ -19,7 +19,7 @@ from picker.faces.seat import Seat, Surroundings
 from picker.faces.tally import ROOMS, Tally
 from picker.policy.rewrites import ModelRewrites
 from picker.pool.pool import Pool
-from picker.rpc.server import address_of
+from picker.rpc import address_of
 from picker.settings import Settings
 
 log = logging.getLogger(__name__)

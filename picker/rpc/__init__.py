@@ -6,6 +6,6 @@ each step of a call: a bare echo by it costs 1.7 times what this does (`python -
 """
 
 from picker.rpc.call import Call, Method, Receiver, Status
-from picker.rpc.server import RpcServer
+from picker.rpc.server import RpcServer, address_of
 
-__all__ = ["Call", "Method", "Receiver", "RpcServer", "Status"]
+__all__ = ["Call", "Method", "Receiver", "RpcServer", "Status", "address_of"]

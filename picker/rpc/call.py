@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from h2.events import DataReceived, StreamEnded
@@ -34,10 +34,13 @@ class Status(IntEnum):
     INTERNAL = 13
 
 
-class Receiver(Protocol):
-    """What a method does about its call. Nothing here may block; what is raised ends the call with INTERNAL."""
+class Receiver:
+    """What a method does about its call: by itself, nothing. Nothing here may block; what is raised ends the call with
+    INTERNAL.
+    """
 
-    def received(self, message: bytes) -> None: ...
+    def received(self, message: bytes) -> None:
+        """A message of the client's."""
 
     def half_closed(self) -> None:
         """The client sends nothing more. It still listens."""
@@ -51,20 +54,8 @@ class Receiver(Protocol):
 
 Method = Callable[["Call"], Receiver]
 
-
-class _Nobody:
-    """Stands where a call has no method, or none any more."""
-
-    def received(self, message: bytes) -> None: ...
-
-    def half_closed(self) -> None: ...
-
-    def sendable(self) -> None: ...
-
-    def closed(self) -> None: ...
-
-
-_NOBODY = _Nobody()
+# Stands where a call has no method, or none any more.
+_NOBODY = Receiver()
 
 
 class Call:

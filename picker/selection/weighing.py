@@ -99,8 +99,7 @@ class Weighed(Struct, eq=False):
         price, weight = weights.running_tokens, weights.decode_interference * typical
         if not weight or not gaps:
             if price:
-                both = zip(self.costs, self.running, strict=True)
-                self.costs = [cost + price * running for cost, running in both]
+                self._add([price * running for running in self.running])
             return
         pairs = list(zip(map(gaps.get, self.members.slots), self.running, strict=True))
         self.interference = [weight * gap * running if gap is not None else 0.0 for gap, running in pairs]

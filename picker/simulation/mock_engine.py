@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
+from picker.rpc import address_of
 from picker.simulation.engine_loop import EngineLoop, Generation
 from picker.simulation.engine_model import EngineModel, EngineShape, Job, StepCost
 from picker.simulation.kv_publisher import KvPublisher
@@ -199,7 +200,7 @@ class MockEngine:
             site = web.TCPSite(self._runner, settings.host, settings.port, backlog=4096)
             await site.start()
             host, port = self._runner.addresses[0][:2]
-            http = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            http = address_of(host, port)
             if self._publisher is not None:
                 self._publisher.start(topic=f"kv@{http}@{settings.model}")
         except BaseException:

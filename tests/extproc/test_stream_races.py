@@ -191,12 +191,12 @@ async def test_a_decision_that_comes_in_spite_of_the_end_is_released() -> None:
             await asyncio.Event().wait()
         return handler.routed()
 
-    for ending in (Receiver.half_closed, None):
+    for reset in (False, True):
         handler = StubHandler(decide=stubborn)
         stream = Stream(ExtProcServer(handler))
         stream.receive(REQUEST)
         await steps(5)
-        stream.close() if ending is None else stream.receiver.half_closed()
+        stream.close() if reset else stream.receiver.half_closed()
         await steps(5)
         assert stream.written == []
         assert handler.exchanges[0].finishes == [False]

@@ -174,40 +174,47 @@ def test_files_that_do_not_fit_are_refused_at_start(tmp_path: Path) -> None:
         file_context(certificate, key)
 
 
-async def test_clients_must_show_a_known_name_where_that_is_asked(tmp_path: Path) -> None:
-    authority, stranger = Authority(), Authority()
-    certificate, key = write(tmp_path, authority.issue("picker"))
-    ca = tmp_path / "ca.crt"
+@asynccontextmanager
+async def asking_for_names(directory: Path, authority: Authority) -> AsyncIterator[tuple[int, Path]]:
+    """A server that asks its clients for a name and for this authority's word for it: its port, and the file that says
+    whose word counts.
+    """
+    certificate, key = write(directory, authority.issue("picker"))
+    ca = directory / "ca.crt"
     ca.write_bytes(authority.pem)
     server = ExtProcServer(StubHandler(), client_names=frozenset({"gateway.example"}))
     async with listening(server, tls=file_context(certificate, key, ca)) as port:
+        yield port, ca
+
+
+async def assert_shut_out(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await ask(channel)
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_clients_must_show_a_known_name_where_that_is_asked(tmp_path: Path) -> None:
+    authority, stranger = Authority(), Authority()
+    async with asking_for_names(tmp_path, authority) as (port, _):
         async with channel_to(port, authority.pem, authority.issue("gateway.example")) as channel:
             assert await ask(channel) == "request_headers"
         async with channel_to(port, authority.pem, authority.issue("other.example")) as channel:
             assert await _process(channel).code() is grpc.StatusCode.PERMISSION_DENIED
         for client in (None, stranger.issue("gateway.example")):
             async with channel_to(port, authority.pem, client) as channel:
-                with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await ask(channel)
-                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+                await assert_shut_out(channel)
 
 
 async def test_a_replaced_client_ca_is_the_one_that_counts(tmp_path: Path) -> None:
     old, new = Authority(), Authority()
-    certificate, key = write(tmp_path, old.issue("picker"))
-    ca = tmp_path / "ca.crt"
-    ca.write_bytes(old.pem)
-    server = ExtProcServer(StubHandler(), client_names=frozenset({"gateway.example"}))
-    async with listening(server, tls=file_context(certificate, key, ca)) as port:
+    async with asking_for_names(tmp_path, old) as (port, ca):
         for known, unknown in ((old, new), (new, old)):
             ca.with_suffix(".new").write_bytes(known.pem)
             os.replace(ca.with_suffix(".new"), ca)
             async with channel_to(port, old.pem, known.issue("gateway.example")) as channel:
                 assert await ask(channel) == "request_headers"
             async with channel_to(port, old.pem, unknown.issue("gateway.example")) as channel:
-                with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await ask(channel)
-                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+                await assert_shut_out(channel)
 
 
 async def test_a_client_that_names_no_server_gets_the_replaced_certificate_too(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, Event
 
-from picker.rpc import Call, RpcServer
+from picker.rpc import Call, Receiver, RpcServer
 
 METHOD = "/test.Service/Method"
 HEADERS = [
@@ -27,7 +27,7 @@ HEADERS = [
 
 
 @dataclass(eq=False)
-class Recorded:
+class Recorded(Receiver):
     """A receiver that remembers what it was told, and does `each` with each message."""
 
     call: Call

@@ -65,6 +65,16 @@ async def test_calls_at_once_do_not_mix() -> None:
     assert service.open_calls == 0
 
 
+async def answered(
+    method: grpc.aio.StreamStreamMultiCallable[bytes, bytes],
+) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+    """A call that the server has taken, and has sent one message back on."""
+    call = method()
+    await call.write(b"x")
+    await call.read()
+    return call
+
+
 async def code_and_details(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> tuple[grpc.StatusCode, str]:
     return await call.code(), await call.details()
 
@@ -131,9 +141,7 @@ async def test_a_method_that_raises_ends_its_call_only(caplog: pytest.LogCapture
 async def test_a_call_that_is_cancelled_is_closed_once() -> None:
     service = Service()
     async with serving(service) as (_, port), client(port) as method:
-        call = method()
-        await call.write(b"x")
-        await call.read()
+        call = await answered(method)
         call.cancel()
         await service.calls[0].over.wait()
         service.calls[0].call.send(b"late")
@@ -331,9 +339,7 @@ async def test_a_call_that_comes_with_the_answer_to_the_retirement_is_served() -
 async def test_an_old_connection_is_left_by_its_client_and_ends_after_its_last_call() -> None:
     service = Service()
     async with serving(service, connection_seconds=0.2) as (server, port), client(port) as method:
-        old = method()
-        await old.write(b"old")
-        await old.read()
+        old = await answered(method)
         new = method()
         while server.connections < 2:
             await new.write(b"new")
@@ -354,9 +360,7 @@ async def test_an_old_connection_is_left_by_its_client_and_ends_after_its_last_c
 async def test_stopping_waits_for_who_ends_in_time() -> None:
     service = Service()
     async with serving(service) as (server, port), client(port) as method:
-        call = method()
-        await call.write(b"x")
-        await call.read()
+        call = await answered(method)
         stopping = asyncio.create_task(server.stop(grace=60))
         await asyncio.sleep(0)
         await call.write(b"y")
@@ -371,9 +375,7 @@ async def test_stopping_waits_for_who_ends_in_time() -> None:
 async def test_stopping_ends_who_does_not() -> None:
     service = Service()
     async with serving(service) as (server, port), client(port) as method:
-        call = method()
-        await call.write(b"x")
-        await call.read()
+        call = await answered(method)
         await server.stop()
         assert (service.calls[0].closes, server.connections) == (1, 0)
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
