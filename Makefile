@@ -14,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo lint format bench test-kube test-browser test-engine test-faults test-slow laws soak fuzz studies docs sbom audit protos lock clean
+.PHONY: help test demo lint format bench test-kube test-browser test-image test-engine test-faults test-slow laws soak fuzz studies docs sbom audit protos lock clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -45,6 +45,9 @@ test-browser: $(READY)  ## the dashboard in a headless Chromium
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
 		{ apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/python -m pytest tests/admin -m browser $(ARGS)
+
+test-image: $(READY)  ## what the image holds: the Dockerfile's steps, taken without Docker (a minute or two)
+	$(BIN)/python -m pytest -m image $(ARGS)
 
 test-engine: $(READY)  ## against a real vLLM
 	$(BIN)/python -m pytest -m engine $(ARGS)

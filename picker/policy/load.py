@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from picker.policy.document import Document, read_document
 from picker.policy.errors import KeyPath, PolicyError, quoted
@@ -32,6 +32,9 @@ from picker.policy.schema import (
     PolicySettings,
     ProfileSettings,
 )
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MAX_BYTES = 1 << 20
 """What a ConfigMap can hold."""

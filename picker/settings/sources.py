@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from picker.policy.document import Document, plain_scalar, read_document
 from picker.policy.errors import PolicyError
 from picker.requests.hints import Trust
 from picker.settings.model import Settings
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 ENV_PREFIX = "PICKER_"
 

@@ -15,11 +15,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDictProxy
 
 from picker.rpc import address_of
 from picker.simulation.engine_loop import EngineLoop, Generation
@@ -28,6 +27,9 @@ from picker.simulation.kv_publisher import KvPublisher
 from picker.simulation.mock_metrics import EngineMetrics, ServedStats
 from picker.simulation.prompts import DEFAULT_TOKENIZER, PromptEncoder, PromptError
 from picker.simulation.token_blocks import EventRecorder, TokenTable
+
+if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
 
 VERSION = "0.32.0"
 _CLIENT_GONE = 499

@@ -45,7 +45,6 @@ MAY_IMPORT["simulation"] = EVERYTHING_BELOW | {"admin", "app"}
 MAY_IMPORT["app"] = EVERYTHING_BELOW | {"admin", "faces"}
 MAY_IMPORT["cli"] = MAY_IMPORT["app"] | {"app", "garbage", "simulation"}
 # The plugin is one more command line; it reaches pickers by their API.
-MAY_IMPORT["kubectl"] = {"api", "admin", "cli", "pool", "policy"}
 MAY_IMPORT["kubectl"] = EVERYTHING_BELOW | {"admin", "cli"}
 MAY_IMPORT["__main__"] = {"cli"}
 
