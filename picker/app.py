@@ -42,7 +42,7 @@ from picker.pool.static_file import PoolFileError, StaticPoolFile
 from picker.queueing.admission import AdmissionQueue, QueueLimits
 from picker.queueing.fairness import FairnessMeter
 from picker.queueing.work import Outcome, Released, Work
-from picker.rpc import RpcServer
+from picker.rpc import ByteBudget, RpcServer
 from picker.selection.prompt_keys import PromptKeys
 from picker.selection.selector import Selector
 from picker.selection.sessions import Sessions
@@ -61,6 +61,7 @@ log = logging.getLogger(__name__)
 _UNKNOWN_CAPACITY = 16_384
 _HOUSEKEEPING_SECONDS = 0.5
 _HEALTH_MESSAGE_BYTES = 4096
+_HEALTH_HELD_BYTES = 1024 * 1024
 # So many decisions are a few hundredths of a second; whoever else has something to do comes between.
 _OUTCOMES_A_TURN = 256
 
@@ -264,7 +265,9 @@ class App:
             await asyncio.to_thread(self.recording.close)
 
     async def _serve_health(self, settings: ExtProcSettings) -> int:
-        self._health_server = RpcServer(max_message_bytes=_HEALTH_MESSAGE_BYTES)
+        self._health_server = RpcServer(
+            max_message_bytes=_HEALTH_MESSAGE_BYTES, budget=ByteBudget(_HEALTH_HELD_BYTES)
+        )
         HealthService(self.health).add_to(self._health_server)
         return await self._health_server.listen(settings.host, settings.health_port)
 

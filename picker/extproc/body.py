@@ -1,42 +1,11 @@
-"""Bodies in memory: how much of them may be held, how they are gathered, and how they are cut for sending."""
+"""Bodies in memory: how they are gathered, and how they are cut for sending."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 # Gateways differ in how large an answer they take; 62,000 bytes is what the peers of this protocol send.
 MAX_PIECE_BYTES = 62_000
-
-
-@dataclass(slots=True)
-class BudgetStats:
-    held_bytes: int = 0
-    peak_bytes: int = 0
-    refusals: int = 0
-
-
-@dataclass(slots=True)
-class BodyBudget:
-    """The bytes of request bodies that all streams together may hold."""
-
-    max_bytes: int
-    stats: BudgetStats = field(default_factory=BudgetStats)
-
-    def take(self, size: int) -> bool:
-        """Reserve `size` bytes; False, and nothing reserved, when they do not fit."""
-        stats = self.stats
-        held = stats.held_bytes + size
-        if held > self.max_bytes:
-            stats.refusals += 1
-            return False
-        stats.held_bytes = held
-        if held > stats.peak_bytes:
-            stats.peak_bytes = held
-        return True
-
-    def give_back(self, size: int) -> None:
-        self.stats.held_bytes -= size
 
 
 class GatheredBody:

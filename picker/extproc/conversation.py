@@ -30,9 +30,10 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from msgspec import Struct
 
 from picker.extproc import messages
-from picker.extproc.body import BodyBudget, GatheredBody
+from picker.extproc.body import GatheredBody
 from picker.extproc.handler import Arrival, Headers, Refused, Routed
 from picker.extproc.outbox import Outbox
+from picker.rpc import ByteBudget
 
 # More of a response than this waiting to be written back means that the gateway is not taking it.
 CONGESTED_BYTES = 256 * 1024
@@ -83,6 +84,10 @@ class Phase(Enum):
     CLOSED = auto()
 
 
+NO_ROOM = Refused(
+    503, "body_memory", "Too many request bodies are being held; try again later.", retry_after=1.0
+)
+
 # What is held of a request in these is on its way back to the gateway.
 _RETURNING = (Phase.FORWARDED, Phase.LET_GO)
 
@@ -130,7 +135,7 @@ _RESPONSE_MODES = frozenset(BodyMode) - {BodyMode.GRPC}
 class Conversation:
     """One stream. Not to be used further after `close` or a `ProtocolError` with `undecided` False."""
 
-    def __init__(self, limits: ConversationLimits, budget: BodyBudget) -> None:
+    def __init__(self, limits: ConversationLimits, budget: ByteBudget) -> None:
         self.phase = Phase.EXPECTING_HEADERS
         self._limits = limits
         self._budget = budget
@@ -359,8 +364,7 @@ class Conversation:
         if self._held_bytes + len(data) > self._limits.max_body_bytes:
             return self._too_large()
         if not self._budget.take(len(data)):
-            message = "Too many request bodies are being held; try again later."
-            return Refused(503, "body_memory", message, retry_after=1.0)
+            return NO_ROOM
         self._held_bytes += len(data)
         self._body.add(data)
         return None

@@ -18,8 +18,8 @@ from typing import TypeVar
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.message import DecodeError
 
-from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import (
+    NO_ROOM,
     Ask,
     Conversation,
     ConversationLimits,
@@ -32,7 +32,7 @@ from picker.extproc.conversation import (
     ResponseHeaders,
 )
 from picker.extproc.handler import Arrival, Exchange, Refused, RequestHandler, Routed
-from picker.rpc import Call, Receiver, RpcServer, Status
+from picker.rpc import ByteBudget, Call, Receiver, RpcServer, Status
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ExtProcServer:
         handler: RequestHandler,
         *,
         limits: ConversationLimits | None = None,
-        budget: BodyBudget | None = None,
+        budget: ByteBudget | None = None,
         max_streams: int = 20_000,
         client_names: frozenset[str] = frozenset(),
         clock: Callable[[], float] = time.monotonic,
@@ -85,7 +85,7 @@ class ExtProcServer:
         self.stats = ExtProcStats()
         self.handler = handler
         self.limits = limits or ConversationLimits()
-        self.budget = budget or BodyBudget(max_bytes=1024**3)
+        self.budget = budget or ByteBudget(max_bytes=1024**3)
         self.max_streams = max_streams
         self.client_names = client_names
         self.clock = clock
@@ -122,6 +122,13 @@ class _Stream(Receiver):
             call.end(Status.RESOURCE_EXHAUSTED, "too many streams")
 
     # What comes
+
+    def crowded_out(self) -> bool:
+        refuses = self._conversation.undecided and self._server.limits.refuses
+        if refuses:
+            self._refuse(NO_ROOM)
+            self._call.want_to_send()
+        return refuses
 
     def received(self, message: bytes) -> None:
         self._stats.received_messages += 1

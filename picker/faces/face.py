@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from picker import __version__
 from picker.extproc.access_log import AccessLogService, AccessLogStats
-from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import ConversationLimits
 from picker.extproc.handover import Decider, PoolShape
 from picker.extproc.health import HealthService, HealthState
@@ -21,7 +20,7 @@ from picker.extproc.server import ExtProcServer
 from picker.extproc.tls import file_context, fixed_context, self_signed
 from picker.policy.rewrites import ModelRewrites
 from picker.requests import SessionSource
-from picker.rpc import RpcServer
+from picker.rpc import ByteBudget, RpcServer
 from picker.settings import Settings, SettingsError
 from picker.settings.model import SessionSettings, TelemetrySettings, TlsSettings
 from picker.tokens import TokenBudget, Tokenizers
@@ -96,7 +95,7 @@ class Face:
                 buffered_hold=settings.queue.max_wait or _LONGEST_HOLD,
                 refuses=not settings.extproc.shadow,
             ),
-            budget=BodyBudget(max_bytes=settings.extproc.total_body_limit),
+            budget=ByteBudget(max_bytes=settings.extproc.total_body_limit),
             max_streams=settings.extproc.max_streams,
             client_names=names,
             clock=clock,
@@ -132,6 +131,7 @@ class Face:
         """Listen, and say on which port. Raises OSError when it is taken. Tokenizers load afterwards."""
         self._server = RpcServer(
             max_message_bytes=self.extproc.max_message_bytes,
+            budget=self.extproc.budget,
             connection_seconds=_CONNECTION_SECONDS if self._shares_port else None,
         )
         self.extproc.add_to(self._server)

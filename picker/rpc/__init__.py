@@ -5,7 +5,8 @@ the loop's sockets and the five bytes before each gRPC message. `grpc.aio` has t
 each step of a call: a bare echo by it costs 1.7 times what this does (`python -m tests.benchmarks.bench_extproc`).
 """
 
+from picker.rpc.budget import BudgetStats, ByteBudget
 from picker.rpc.call import Call, Method, Receiver, Status
 from picker.rpc.server import RpcServer, address_of
 
-__all__ = ["Call", "Method", "Receiver", "RpcServer", "Status", "address_of"]
+__all__ = ["BudgetStats", "ByteBudget", "Call", "Method", "Receiver", "RpcServer", "Status", "address_of"]

@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 from h2.events import DataReceived, StreamEnded
 
-from picker.rpc.framing import BadFraming, CompressedMessage, MessageReader, framed
+from picker.rpc.budget import ByteBudget
+from picker.rpc.framing import BadFraming, CompressedMessage, MessageReader, NoRoom, framed
 
 if TYPE_CHECKING:
     from picker.rpc.connection import Connection
@@ -45,6 +46,12 @@ class Receiver:
     def half_closed(self) -> None:
         """The client sends nothing more. It still listens."""
 
+    def crowded_out(self) -> bool:
+        """There is no room for the message that is coming, and nothing more will come. True: the call will be ended
+        as is fit; otherwise it is, with RESOURCE_EXHAUSTED.
+        """
+        return False
+
     def sendable(self) -> None:
         """After `Call.want_to_send`, once what came along has been received too; and whenever there is room again."""
 
@@ -77,13 +84,15 @@ class Call:
         "receiver",
     )
 
-    def __init__(self, connection: Connection, stream: int, max_message_bytes: int) -> None:
+    def __init__(
+        self, connection: Connection, stream: int, max_message_bytes: int, budget: ByteBudget
+    ) -> None:
         self.receiver: Receiver = _NOBODY
         self.over = False
         self.backed_up = False  # the client or the network does not take what was sent already
         self._connection = connection
         self._stream = stream
-        self._reader = MessageReader(max_message_bytes)
+        self._reader = MessageReader(max_message_bytes, budget)
         self._taken = 0  # bytes of the window, not given back yet
         self._held = False
         self._client_ended = False
@@ -148,6 +157,8 @@ class Call:
         try:
             messages = self._reader.read(event.data)
         except BadFraming as error:
+            if isinstance(error, NoRoom) and self.receiver.crowded_out():
+                return
             compressed = isinstance(error, CompressedMessage)
             self.end(Status.UNIMPLEMENTED if compressed else Status.RESOURCE_EXHAUSTED, str(error))
             return
@@ -180,6 +191,7 @@ class Call:
         if not self.over:
             self.over = True
             self._pending.clear()
+            self._reader.close()
             receiver, self.receiver = self.receiver, _NOBODY
             receiver.closed()
 

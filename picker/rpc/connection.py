@@ -208,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
             self.send_headers(stream, ((b":status", b"415"),), end=True)
             self.reset(stream)
             return
-        self._calls[stream] = call = Call(self, stream, self._server.max_message_bytes)
+        self._calls[stream] = call = Call(self, stream, self._server.max_message_bytes, self._server.budget)
         if sum([len(name) + len(value) + 32 for name, value in event.headers]) > HEADER_BYTES:
             call.end(Status.RESOURCE_EXHAUSTED, f"more than {HEADER_BYTES} bytes of headers")
         else:

@@ -7,6 +7,7 @@ import socket
 import ssl
 from contextlib import suppress
 
+from picker.rpc.budget import ByteBudget
 from picker.rpc.call import Call, Method, Status
 from picker.rpc.connection import Connection
 
@@ -19,12 +20,16 @@ _SILENT_SECONDS = 60
 class RpcServer:
     """Lives on the event loop that `listen` runs on.
 
-    `max_message_bytes`: a longer message ends its call. `connection_seconds`: for how long clients may open calls on
-    one connection before they have to make another, give or take a tenth; None for ever.
+    `max_message_bytes`: a longer message ends its call. `budget`: for what messages hold that have not come
+    whole. `connection_seconds`: for how long clients may open calls on one connection before they have to make another,
+    give or take a tenth; None for ever.
     """
 
-    def __init__(self, *, max_message_bytes: int, connection_seconds: float | None = None) -> None:
+    def __init__(
+        self, *, max_message_bytes: int, budget: ByteBudget, connection_seconds: float | None = None
+    ) -> None:
         self.max_message_bytes = max_message_bytes
+        self.budget = budget
         self.connection_seconds = connection_seconds
         self.buffer = memoryview(bytearray(_READ_BYTES))
         self._methods: dict[bytes, tuple[Method, frozenset[str]]] = {}

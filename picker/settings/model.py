@@ -82,7 +82,8 @@ class ExtProcSettings(Section):
     total_body_limit: ByteSize = Field(
         ByteSize(1024**3),
         gt=0,
-        description="Bytes of all bodies held at once; past it new requests get 503.",
+        description="Bytes of all bodies held at once, those that are still coming included; past it new requests get"
+        " 503.",
     )
     max_header_bytes: ByteSize = Field(
         ByteSize(256 * 1024), gt=0, description="Bytes of a request's headers; past it the answer is 431."

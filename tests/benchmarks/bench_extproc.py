@@ -137,7 +137,7 @@ async def echo(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> No
 async def serve(kind: str) -> None:
     picker = ExtProcServer(FixedDestination())
     if kind == "picker":
-        served = RpcServer(max_message_bytes=picker.max_message_bytes)
+        served = RpcServer(max_message_bytes=picker.max_message_bytes, budget=picker.budget)
         picker.add_to(served)
         print(await served.listen("127.0.0.1", 0), flush=True)
         await asyncio.Event().wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
-from picker.extproc.body import MAX_PIECE_BYTES, BodyBudget
+from picker.extproc.body import MAX_PIECE_BYTES
 from picker.extproc.conversation import (
     Ask,
     BodyMode,
@@ -21,6 +21,7 @@ from picker.extproc.conversation import (
     StreamEnded,
 )
 from picker.extproc.handler import Arrival, Refused, Routed
+from picker.rpc import ByteBudget
 from tests.support import messages
 from tests.support.handlers import RecordedExchange
 from tests.support.messages import FULL_DUPLEX, kind, set_header_values, streamed_pieces
@@ -33,8 +34,8 @@ ALL_MODES = list(BodyMode)
 class Driver:
     """A conversation whose replies are gathered as they become available."""
 
-    def __init__(self, limits: ConversationLimits | None = None, budget: BodyBudget | None = None) -> None:
-        self.budget = budget or BodyBudget(max_bytes=1 << 30)
+    def __init__(self, limits: ConversationLimits | None = None, budget: ByteBudget | None = None) -> None:
+        self.budget = budget or ByteBudget(max_bytes=1 << 30)
         self.conversation = Conversation(limits or ConversationLimits(), self.budget)
         self.replies: list[ProcessingResponse] = []
 
@@ -365,7 +366,7 @@ def test_a_senseless_length_is_left_to_envoy(declared: str) -> None:
 
 
 def test_all_bodies_together_have_a_limit() -> None:
-    budget = BodyBudget(max_bytes=100)
+    budget = ByteBudget(max_bytes=100)
     first, second, third = (Driver(budget=budget) for _ in range(3))
     first.ask(*upload(b"x" * 80))
     (event,) = second.feed(messages.request_headers(), messages.request_body(b"x" * 40))

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import (
     Ask,
     BodyMode,
@@ -20,6 +19,7 @@ from picker.extproc.conversation import (
     RefusedEarly,
 )
 from picker.extproc.handler import Refused, Routed
+from picker.rpc import ByteBudget
 from tests.extproc.envoy_model import EnvoyModel
 from tests.support import messages
 from tests.support.handlers import RecordedExchange
@@ -39,7 +39,7 @@ class EnvoyAndPicker(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.budget = BodyBudget(BUDGET)
+        self.budget = ByteBudget(BUDGET)
         self.conversation = Conversation(ConversationLimits(max_body_bytes=MAX_BODY), self.budget)
         self.envoy = EnvoyModel()
         self.asked = False
@@ -216,7 +216,7 @@ any_message = st.one_of(
 def test_nonsense_raises_only_its_own_error_and_frees_everything(
     incoming: list[ProcessingRequest], decision: str
 ) -> None:
-    budget = BodyBudget(100)
+    budget = ByteBudget(100)
     conversation = Conversation(ConversationLimits(max_body_bytes=80), budget)
     for message in incoming:
         event: Event | None = None
@@ -242,7 +242,7 @@ def test_a_message_of_random_bytes_is_read_or_refused(data: bytes) -> None:
         message = ProcessingRequest.FromString(data)
     except Exception:
         return
-    conversation = Conversation(ConversationLimits(), BodyBudget(1 << 20))
+    conversation = Conversation(ConversationLimits(), ByteBudget(1 << 20))
     try:
         conversation.receive(message, 0.0)
     except ProtocolError:

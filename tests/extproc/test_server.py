@@ -11,10 +11,10 @@ import grpc
 import pytest
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
-from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import BodyMode, ConversationLimits
 from picker.extproc.handler import Arrival, Refused, Routed
 from picker.extproc.server import SERVICE_NAME, ExtProcServer
+from picker.rpc import ByteBudget
 from tests.support import messages
 from tests.support.handlers import StubHandler, held_until, raising, refuse_bodiless_posts
 from tests.support.messages import kind, set_header_values, streamed_pieces
@@ -130,7 +130,7 @@ async def test_an_endless_body_is_cut_off_and_forgotten() -> None:
 async def test_all_streams_share_one_body_budget() -> None:
     release = asyncio.Event()
     handler = StubHandler(decide=held_until(release))
-    server = ExtProcServer(handler, budget=BodyBudget(max_bytes=1000))
+    server = ExtProcServer(handler, budget=ByteBudget(max_bytes=1000))
     async with gateway_client(server) as gateway:
         holding = gateway.open()
         await holding.send(messages.request_headers(), messages.request_body(b"x" * 800, end=True))
@@ -140,6 +140,27 @@ async def test_all_streams_share_one_body_budget() -> None:
         assert reason(await refused.receive()) == "body_memory"
         release.set()
         await holding.receive_until(is_end_of_request)
+        assert server.budget.stats.held_bytes == 0
+
+
+async def test_a_body_for_which_there_is_no_room_is_refused_before_it_has_come() -> None:
+    release = asyncio.Event()
+    handler = StubHandler(decide=held_until(release))
+    server = ExtProcServer(handler, budget=ByteBudget(max_bytes=100_000))
+    buffered = messages.request_headers(modes=(BodyMode.BUFFERED, BodyMode.NONE))
+    async with gateway_client(server) as gateway:
+        refused = gateway.open()
+        await refused.send(buffered)
+        assert await refused.receive() is not None
+        await refused.send(messages.request_body(bytes(300_000), end=True))
+        assert reason(await refused.receive()) == "body_memory"
+        assert await refused.receive() is None
+        assert server.stats.refused == {"body_memory": 1}
+        good = gateway.open()
+        await good.send(messages.request_headers(), messages.request_body(bytes(90_000), end=True))
+        await handler.arrived.wait()
+        release.set()
+        await good.receive_until(is_end_of_request)
         assert server.budget.stats.held_bytes == 0
 
 

@@ -15,10 +15,10 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 
 from picker.app import App
-from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import BodyMode, ConversationLimits
 from picker.extproc.handler import Refused
 from picker.extproc.server import ExtProcServer
+from picker.rpc import ByteBudget
 from picker.settings import Settings
 from picker.simulation.prompts import DEFAULT_TOKENIZER
 from tests.support import messages
@@ -71,7 +71,7 @@ async def test_what_would_be_refused_is_passed_on(decide: Any) -> None:
     "changes",
     [
         {},
-        {"budget": BodyBudget(max_bytes=500)},
+        {"budget": ByteBudget(max_bytes=500)},
         {"max_streams": 0},
     ],
     ids=["body limit", "memory", "streams"],

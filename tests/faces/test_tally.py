@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from picker.extproc.body import BudgetStats
 from picker.extproc.server import ExtProcStats
 from picker.faces.tally import Tally, counts_of
+from picker.rpc import BudgetStats
 
 
 def counts(streams: int, active: int, **refused: int) -> dict[str, dict[str, float | dict[str, float]]]:

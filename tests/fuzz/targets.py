@@ -16,7 +16,6 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 
-from picker.extproc.body import BodyBudget
 from picker.extproc.conversation import Ask, Conversation, ConversationLimits, ProtocolError
 from picker.extproc.handler import Refused, Routed
 from picker.extproc.messages import plain_metadata
@@ -33,6 +32,7 @@ from picker.pool.metrics_text import parse_engine_report
 from picker.pool.static_file import PoolFileError, parse_pool_file
 from picker.requests import BadRequest, BodyLimits, HintTrust, Trust, parse_hints, parse_request, subset_hint
 from picker.requests.subset import SUBSET_KEY, SUBSET_NAMESPACE
+from picker.rpc import ByteBudget
 from picker.tokens.count import EstimateReason, estimate
 from tests.support import messages
 from tests.support.handlers import RecordedExchange
@@ -158,7 +158,7 @@ def _hints(headers: list[tuple[str, str]], metadata: dict[str, object]) -> None:
 
 def ext_proc_messages(data: bytes) -> None:
     """A stream's messages, each with two bytes for its length; whatever comes is decided at once."""
-    budget = BodyBudget(100_000)
+    budget = ByteBudget(100_000)
     conversation = Conversation(ConversationLimits(max_body_bytes=50_000), budget)
     for how, piece in _pieces(data):
         try:

@@ -54,7 +54,7 @@ SANS_IO_FILES = {
     "pool": {"endpoint", "pool", "ledger", "calibration", "metrics_text"},
     "kvcache": {"keys", "index", "engine_blocks", "events", "matching", "predicted", "accuracy"},
     "extproc": {"conversation", "body", "messages", "handover", "following"},
-    "rpc": {"framing"},
+    "rpc": {"budget", "framing"},
     "faces": {"messages", "protocol", "asking", "answering", "tally"},
     "telemetry": {"shares", "decisions", "sources", "catalogue"},
 }

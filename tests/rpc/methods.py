@@ -13,7 +13,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, Event
 
-from picker.rpc import Call, Receiver, RpcServer
+from picker.rpc import ByteBudget, Call, Receiver, RpcServer
 
 METHOD = "/test.Service/Method"
 HEADERS = [
@@ -74,9 +74,17 @@ class Service:
 
 @asynccontextmanager
 async def serving(
-    service: Service, *, max_message_bytes: int = 8 << 20, connection_seconds: float | None = None
+    service: Service,
+    *,
+    max_message_bytes: int = 8 << 20,
+    budget: ByteBudget | None = None,
+    connection_seconds: float | None = None,
 ) -> AsyncIterator[tuple[RpcServer, int]]:
-    server = RpcServer(max_message_bytes=max_message_bytes, connection_seconds=connection_seconds)
+    server = RpcServer(
+        max_message_bytes=max_message_bytes,
+        budget=budget or ByteBudget(1 << 30),
+        connection_seconds=connection_seconds,
+    )
     server.add(METHOD, service.open)
     port = await server.listen("127.0.0.1", 0)
     try:

@@ -21,10 +21,10 @@ from h2.settings import SettingCodes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from picker.rpc import RpcServer, Status
+from picker.rpc import ByteBudget, RpcServer, Status
 from picker.rpc import connection as connection_module
 from picker.rpc.call import CALL_WINDOW
-from picker.rpc.framing import framed
+from picker.rpc.framing import SPARE_BYTES, framed
 from tests.rpc.methods import HEADERS, METHOD, Recorded, Service, client, has, raw, serving
 from tests.support.servers import eventually
 
@@ -118,6 +118,25 @@ async def test_messages_that_cannot_be_taken_end_their_call_only() -> None:
         assert await packed.code() is grpc.StatusCode.UNIMPLEMENTED
         assert await good.read() == b"x" * 1000
         assert [recorded.closes for recorded in service.calls] == [0, 1, 1]
+
+
+async def test_messages_that_do_not_come_whole_are_bounded_together() -> None:
+    budget, size = ByteBudget(200_000), 150_000
+    async with serving(Service(), budget=budget) as (_, port), raw(port) as slow, raw(port) as late:
+        part = framed(bytes(2 * size))[: SPARE_BYTES + size]
+        for client in (slow, late):
+            await client.until(has(connection_module.RemoteSettingsChanged))
+            stream = client.open()
+            for start in range(0, len(part), 16_000):
+                client.h2.send_data(stream, part[start : start + 16_000])
+            client.flush()
+            if client is slow:
+                await eventually(lambda: budget.stats.held_bytes == size)
+        await late.until(has(ResponseReceived))
+        (answer,) = (event.headers for event in late.events if isinstance(event, ResponseReceived))
+        assert dict(answer)["grpc-status"] == str(Status.RESOURCE_EXHAUSTED.value)
+        slow.writer.close()
+        await eventually(lambda: budget.stats.held_bytes == 0)
 
 
 async def test_a_method_that_raises_ends_its_call_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -537,15 +556,15 @@ async def _survives(pieces: list[bytes], opened: bool) -> None:
             hostile.writer.close()
             await hostile.closed()
             await eventually(lambda: server.connections == 1)
-            assert service.open_calls == 0
+            assert (service.open_calls, server.budget.stats.held_bytes) == (0, 0)
         assert (alarm.lines, loop_alarms) == ([], [])
     finally:
         logging.getLogger().removeHandler(alarm)
 
 
 async def test_nobody_hears_a_server_that_is_stopped() -> None:
-    server = RpcServer(max_message_bytes=100)
+    server = RpcServer(max_message_bytes=100, budget=ByteBudget(100))
     port = await server.listen("127.0.0.1", 0)
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
-        await RpcServer(max_message_bytes=100).listen("127.0.0.1", port)
+        await RpcServer(max_message_bytes=100, budget=ByteBudget(100)).listen("127.0.0.1", port)
     await server.stop()

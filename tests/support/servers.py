@@ -14,7 +14,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, 
 from envoy.service.ext_proc.v3.external_processor_pb2_grpc import ExternalProcessorStub
 
 from picker.extproc.server import ExtProcServer
-from picker.rpc import RpcServer
+from picker.rpc import ByteBudget, RpcServer
 
 
 class Service(Protocol):
@@ -23,10 +23,13 @@ class Service(Protocol):
 
 @asynccontextmanager
 async def listening(
-    *services: Service, max_message_bytes: int = 1 << 20, tls: ssl.SSLContext | None = None
+    *services: Service,
+    max_message_bytes: int = 1 << 20,
+    budget: ByteBudget | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[int]:
     """Serve on a free port of the loopback interface; gives the port."""
-    server = RpcServer(max_message_bytes=max_message_bytes)
+    server = RpcServer(max_message_bytes=max_message_bytes, budget=budget or ByteBudget(1 << 30))
     for service in services:
         service.add_to(server)
     port = await server.listen("127.0.0.1", 0, tls=tls)
@@ -98,7 +101,7 @@ async def gateway_client(server: ExtProcServer) -> AsyncIterator[GatewayClient]:
         ("grpc.http2.bdp_probe", 0),
     ]
     async with (
-        listening(server, max_message_bytes=server.max_message_bytes) as port,
+        listening(server, max_message_bytes=server.max_message_bytes, budget=server.budget) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel,
     ):
         yield GatewayClient(server, port, channel)

@@ -11,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from picker.admin.token_review import TokenReviewStats
 from picker.extproc.access_log import AccessLogStats
-from picker.extproc.body import BudgetStats
 from picker.extproc.exchange import ExchangeStats
 from picker.extproc.server import ExtProcStats
 from picker.faces.crew import CrewStats
@@ -32,6 +31,7 @@ from picker.pool.scraper import ScraperStats
 from picker.pool.static_file import PoolFileStats
 from picker.queueing.fairness import Gap
 from picker.requests import RewriteStats
+from picker.rpc import BudgetStats
 from picker.selection.disaggregation import DisaggregationStats
 from picker.selection.sessions import SessionStats
 from picker.telemetry import ClassStats, EndpointStats, Telemetry
