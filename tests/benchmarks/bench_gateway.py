@@ -7,8 +7,9 @@
 Picker runs with everything on: tokens, three classes, 64 endpoints that are scraped each second and whose KV events
 flow, its metrics, and Envoy's configuration as we ship it. It has a core for itself; Envoy, the engines and the client
 share the other. Saturation is measured with 64 clients that ask again at once; the latencies with requests at random
-instants, at half and at four fifths of what the server itself can do. "Added" is a quantile less the same quantile
-without any ext_proc server, at the same rate in the same run.
+instants, at half and at four fifths of what Picker can do, and the echo server's at the same rates. "Added" is a
+quantile less the same quantile without any ext_proc server, at the same rate in the same run. How much the echo adds is
+what asking any server costs here: Envoy, the network, and how long this machine lets a process wait.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,20 @@ CASES = [
 STREAMS = Case("300B, 1,000 events in the answer", 300, chunks=1000)
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Seconds a request at saturation: of the processor, and in the stage that tokenizes."""
+@dataclass(slots=True)
+class Measured:
+    """A server under one kind of request. Seconds a request at saturation: `cpu` of the processor, `tokenizing` in the
+    stage of that name. `added_p99`: seconds, by requests a second.
+    """
 
+    per_second: float
     cpu: float
     tokenizing: float
+    added_p99: dict[float, float] = field(default_factory=dict)
+
+    @property
+    def rates(self) -> list[float]:
+        return [self.per_second * share for share in SHARES_OF_SATURATION]
 
 
 @dataclass(slots=True)
@@ -96,17 +105,23 @@ class Bench:
         access_log = ResponseObservation.ACCESS_LOG
         async with AsyncExitStack() as exits:
             bare = await exits.enter_async_context(servers.alone(self._room("alone")))
-            spent = []
-            for open_server in (self._echo, self._measured):
-                async with open_server(access_log) as server:
-                    spent.append(await self._compare(case, bare, server))
-            echo, measured = spent
+            async with self._measured(access_log) as server:
+                measured = await self._compare(case, bare, server)
+            async with self._echo(access_log) as server:
+                echo = await self._compare(case, bare, server, measured.rates)
             # Longer prompts are tokenized in threads, and wait for one: their stage is not the processor's time.
             if measured.tokenizing and case.size < 1000:
                 more = measured.cpu - echo.cpu
                 print(
                     f"{case.name:19} {'picker':10} at saturation {more * 1e6:.0f} us CPU/request above the echo, "
                     f"{(more - measured.tokenizing) * 1e6:.0f} without tokenizing   target 250",
+                    flush=True,
+                )
+                half = measured.rates[0]
+                late = measured.added_p99[half]
+                print(
+                    f"{case.name:19} {'picker':10} at 50% p99 {late * 1e3:.1f} ms   target 5; "
+                    f"{(late - echo.added_p99[half]) * 1e3:.1f} more than the echo",
                     flush=True,
                 )
 
@@ -125,7 +140,10 @@ class Bench:
                         flush=True,
                     )
 
-    async def _compare(self, case: Case, bare: Running, server: Running) -> Spent:
+    async def _compare(
+        self, case: Case, bare: Running, server: Running, rates: Sequence[float] = ()
+    ) -> Measured:
+        """At saturation, and at `rates` requests a second; by default at the shares of its own saturation."""
         requests = case.requests(servers.destination(self.ports))
         await closed_loop(server.port, requests, CLIENTS, min(2.0, self.seconds))
         before, stages = server.cpu_seconds(), await server.stage_seconds()
@@ -142,16 +160,17 @@ class Bench:
             raise RuntimeError(
                 f"{server.name} answered nothing with 200; {full.refused} requests got something else"
             )
-        for share in SHARES_OF_SATURATION:
-            rate = full.per_second * share
+        measured = Measured(full.per_second, cpu, tokenizing)
+        for rate in rates or measured.rates:
             without = await open_loop(bare.port, requests, rate, self.seconds)
             load = await open_loop(server.port, requests, rate, self.seconds)
-            print(f"{case.name:19} {server.name:10} {_added(share, rate, load, without)}", flush=True)
+            measured.added_p99[rate] = load.quantile(0.99) - without.quantile(0.99)
+            print(f"{case.name:19} {server.name:10} {_added(rate, load, without)}", flush=True)
         if stages:
             means = _means(stages, await server.stage_seconds())
             parts = ", ".join(f"{stage} {mean * 1e6:.0f}" for stage, mean in means.items())
             print(f"{case.name:19} {server.name:10} mean us of each stage: {parts}", flush=True)
-        return Spent(cpu, tokenizing)
+        return measured
 
     def _echo(self, observation: ResponseObservation) -> Any:
         return servers.echo(self._room("echo"), observation)
@@ -167,7 +186,7 @@ class Bench:
         return room
 
 
-def _added(share: float, rate: float, load: Load, without: Load) -> str:
+def _added(rate: float, load: Load, without: Load) -> str:
     figures = "  ".join(
         f"p{name} {max(0.0, load.quantile(q) - without.quantile(q)) * 1e3:6.1f}"
         for name, q in (("50", 0.5), ("99", 0.99), ("99.9", 0.999))
@@ -175,7 +194,7 @@ def _added(share: float, rate: float, load: Load, without: Load) -> str:
     trouble = (
         f"  {load.refused} refused, {load.unanswered} unanswered" if load.refused or load.unanswered else ""
     )
-    return f"at {share:.0%} ({rate:.0f}/s)  ms added: {figures}{trouble}"
+    return f"at {rate:6.1f}/s  ms added: {figures}{trouble}"
 
 
 def _means(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> dict[str, float]:
