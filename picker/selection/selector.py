@@ -226,7 +226,7 @@ class Selector:
         weighed = weigh_prefill(
             demand.raw_tokens, members, self.ledger.columns, cached, calibration.slowness, weights
         )
-        weighed.add_decoding(weights, calibration.typical or 0.0, calibration.inter_token.known)
+        weighed.add_decoding(weights, calibration.rates.typical or 0.0, calibration.inter_token.known)
         if weights.kv_usage_tokens:
             weighed.add_kv_usage(weights)
         weighed.apply_taints(demand.constraints, demand.preferred_taints, weights)

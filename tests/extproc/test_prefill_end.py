@@ -37,7 +37,9 @@ class OneRequest:
     @property
     def timings(self) -> list[float]:
         """Tokens per second that the calibration was told of."""
-        return [rate for samples in self.fleet.selector.calibration._samples.values() for rate in samples]
+        return [
+            rate for samples in self.fleet.selector.calibration.rates.samples.values() for rate in samples
+        ]
 
 
 def test_a_stream_is_prefilled_at_its_first_event_not_at_its_headers() -> None:

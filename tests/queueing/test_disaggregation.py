@@ -187,7 +187,7 @@ class TestEnds:
         assert fleet.load("p1") == (1000, 1)
         exchanges.block_stored(fleet.engine("p1").slot, 7)
         assert (fleet.load("p1"), fleet.load("d1")) == ((0, 0), (0, 1))
-        assert calibration.rates == {fleet.engine("p1").slot: 500.0}
+        assert calibration.rates.known == {fleet.engine("p1").slot: 500.0}
         account = exchanges.accounts.of(fleet.engine("p1"))
         assert account.prompt_tokens == 1000
         exchange.finished(delivered=True, usage=None)
