@@ -18,7 +18,8 @@ RUN /opt/tools/bin/uv build --quiet --wheel --out-dir /dist \
 FROM python:3.13-slim
 LABEL org.opencontainers.image.title="picker" org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/picker /opt/picker
-ENV PATH=/opt/picker/bin:$PATH PYTHONUNBUFFERED=1
+# A home for a user without one: the Kubernetes client asks for it.
+ENV PATH=/opt/picker/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp
 # No name is needed for it, and none of its files is writable to it.
 USER 65532:65532
 # ext_proc, gRPC health, admin HTTP, Introspection

@@ -47,7 +47,7 @@ def _check(
     policy, more = _policy(settings)
     if problems + more:
         raise fail("\n".join(problems + more), 2)
-    warnings = [*_settings_warnings(settings), *_pool_warnings(settings, endpoints)]
+    warnings = [*settings_warnings(settings), *_pool_warnings(settings, endpoints)]
     if policy is not None:
         warnings += policy_warnings(
             policy,
@@ -93,7 +93,8 @@ def _read(path: Path) -> str:
         raise fail(f"{path}: not UTF-8 text", 2) from None
 
 
-def _settings_warnings(settings: Settings) -> Iterator[str]:
+def settings_warnings(settings: Settings) -> Iterator[str]:
+    """What in the settings alone will surprise."""
     accepted = [name for name in _POWERFUL if _accepts(settings.policy.hints, name)]
     if accepted:
         yield f"any client can set {', '.join(accepted)} by a header (policy.hints)"

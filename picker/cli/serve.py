@@ -8,6 +8,7 @@ import signal
 
 from picker import garbage
 from picker.app import App
+from picker.cli.check import settings_warnings
 from picker.cli.options import fail, with_settings
 from picker.policy import PolicyError
 from picker.pool.static_file import PoolFileError
@@ -30,6 +31,8 @@ def _serve(settings: Settings) -> None:
     except (PolicyError, PoolFileError, SettingsError) as error:
         raise fail(str(error), 2) from None
     app.telemetry.sources.stats["log"] = lines
+    for warning in settings_warnings(settings):
+        log.warning("%s", warning)
     try:
         failed = asyncio.run(_run(app))
     except OSError as error:

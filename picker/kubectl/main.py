@@ -254,7 +254,10 @@ def diff_policy(context: typer.Context, file: PolicyFile, config_map: ConfigMapO
 
 @policy_app.command("apply")
 def apply_policy(context: typer.Context, file: PolicyFile, config_map: ConfigMapOption = None) -> None:
-    """Put a valid policy file into Picker's ConfigMap. The next `helm upgrade` puts back what its values say."""
+    """Put a valid policy file into Picker's ConfigMap.
+
+    Helm 4 then says that it conflicts: `helm upgrade --force-conflicts` (or `rollback`) puts back what its values say.
+    """
     text, _ = _read(file)
 
     async def work(cluster: Cluster) -> str:

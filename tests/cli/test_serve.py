@@ -98,6 +98,40 @@ def test_serves_shows_itself_and_stops_on_sigterm(pool: Path) -> None:
         assert process.wait(30) == 0
 
 
+def test_says_at_start_what_will_surprise(pool: Path, tmp_path: Path) -> None:
+    flags = [
+        "--extproc-port",
+        "0",
+        "--extproc-health-port",
+        "0",
+        "--admin-port",
+        "0",
+        "--admin-grpc-port",
+        "0",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "picker",
+        "serve",
+        *flags,
+        "--pool-file",
+        str(pool),
+        "--log-format",
+        "json",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(json.loads(line))
+            if "serving" in lines[-1]["message"]:
+                break
+        process.kill()
+    warnings = [line["message"] for line in lines if line["level"] == "warning"]
+    assert any(message.startswith("there is no tokens.models") for message in warnings)
+
+
 def faces_of(process: subprocess.Popen[str]) -> list[Path]:
     """The processes that it has started, as directories that are gone when they have ended."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -477,6 +477,16 @@ def test_envoy_opens_more_connections_where_several_processes_share_them(
     assert limit == (32 if workers > 1 else None)
 
 
+@pytest.mark.parametrize("mode", ["gateway", "standalone"])
+def test_the_pool_suits_every_release_of_its_crd(render: Renderer, mode: str) -> None:
+    """The first ones want an endpoint picker in any case, and do not know `appProtocol`."""
+    spec = render(f"mode={mode}").one("InferencePool")["spec"]
+    assert spec["endpointPickerRef"]["name"]
+    assert "appProtocol" not in spec
+    h2c = render(f"mode={mode}", "inferencePool.appProtocol=kubernetes.io/h2c").one("InferencePool")["spec"]
+    assert h2c["appProtocol"] == "kubernetes.io/h2c"
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "flags",
