@@ -35,6 +35,7 @@ from picker.policy.reload import PolicyFile, diff_policies
 from picker.policy.rewrites import ModelRewrites
 from picker.pool.calibration import Calibration
 from picker.pool.endpoint import Endpoint, EndpointSpec, EngineKind, EngineReport
+from picker.pool.kube.errors import UnusableCredentials
 from picker.pool.ledger import Ledger
 from picker.pool.pool import Pool, PoolChange
 from picker.pool.scraper import Scraper, ScraperSettings
@@ -465,7 +466,10 @@ class App:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("a background task failed; stopping", exc_info=error)
+            if isinstance(error, UnusableCredentials):
+                log.critical("%s; stopping", error)
+            else:
+                log.critical("a background task failed; stopping", exc_info=error)
             self.failed.set()
 
     def _fill_sources(self) -> None:

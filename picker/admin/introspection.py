@@ -28,8 +28,13 @@ class IntrospectionServer:
         pb_grpc.add_IntrospectionServicer_to_server(_Introspection(telemetry, views), self._server)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; 0 takes a free port. Returns the port."""
-        bound = self._server.add_insecure_port(address_of(host, port))
+        """Listen; 0 takes a free port. Returns the port. Raises OSError."""
+        try:
+            bound = self._server.add_insecure_port(address_of(host, port))
+        except RuntimeError:
+            raise OSError(
+                f"cannot listen on {address_of(host, port)} (admin.grpc_port): is it taken?"
+            ) from None
         await self._server.start()
         return bound
 

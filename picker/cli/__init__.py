@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import sys
 from typing import Any
 
 import typer
@@ -101,5 +103,13 @@ def _root(
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failed, 2 called wrongly."""
-    app(prog_name="picker")
+    """Exit codes: 0 done, 1 failed, 2 called wrongly, 130 told to stop."""
+    # As Ctrl-C: what was started ends, and what was gathered is kept. `serve` has a way of its own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        app(prog_name="picker")
+    except (OSError, UnicodeError) as error:
+        # A file or an address that somebody named, where the command has no better words.
+        named = getattr(error, "filename", None)
+        reason = getattr(error, "strerror", None) or error
+        sys.exit(f"picker: {named}: {reason}" if named is not None else f"picker: {reason}")

@@ -25,6 +25,13 @@ def fail(message: str, code: int = 1) -> typer.Exit:
     return typer.Exit(code)
 
 
+def http_url(text: str) -> str:
+    """Checks an option as it is read."""
+    if not text.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{text!r} does not begin with http:// or https://")
+    return text
+
+
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """A command that takes --config and a flag for each setting, and gets the settings that they make. Its other
     parameters are options of its own.

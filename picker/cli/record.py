@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from picker.cli.options import fail
+from picker.cli.options import fail, http_url
 
 _ERR = Console(stderr=True)
 # The picker gives a sign of life every few seconds.
@@ -28,7 +28,10 @@ _LONGEST_LINE = 1024 * 1024
 def record(
     out: Annotated[Path, typer.Option(help="File to write; it must not exist yet.", dir_okay=False)],
     admin: Annotated[
-        str, typer.Option(help="Where the picker's admin port listens.", envvar="PICKER_ADMIN_URL")
+        str,
+        typer.Option(
+            help="Where the picker's admin port listens.", envvar="PICKER_ADMIN_URL", callback=http_url
+        ),
     ] = "http://127.0.0.1:9090",
     token_file: Annotated[
         Path | None, typer.Option(help="File with the admin token.", exists=True, dir_okay=False)
@@ -48,7 +51,7 @@ def record(
     progress = Progress()
     try:
         with (
-            out.open("x", encoding="utf-8") as file,
+            out.open("x", encoding="utf-8", buffering=1) as file,
             Live(get_renderable=progress.text, console=_ERR, transient=True),
         ):
             asyncio.run(_record(admin.rstrip("/"), token, seconds, requests, file.write, progress))
@@ -76,6 +79,7 @@ class Progress:
 
     requests: int = 0
     lost: int = 0
+    answered: bool = False
     began: float = field(default_factory=time.monotonic)
 
     def text(self) -> Text:
@@ -100,6 +104,7 @@ async def _record(
             aiohttp.ClientSession(timeout=timeout, headers=headers, read_bufsize=_LONGEST_LINE) as session,
             session.get(f"{admin}/recording") as answer,
         ):
+            progress.answered = True
             if answer.status != 200:
                 raise RecordingFailed(await _reason(answer))
             async for line in answer.content:
@@ -113,6 +118,8 @@ async def _record(
     except TimeoutError as error:
         if isinstance(error, aiohttp.ServerTimeoutError):
             raise RecordingFailed("it has fallen silent") from None
+        if not progress.answered:
+            raise RecordingFailed("it did not answer in that time") from None
         return
     except (aiohttp.ClientError, ValueError) as error:
         raise RecordingFailed(str(error) or type(error).__name__) from None

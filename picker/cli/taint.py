@@ -86,13 +86,12 @@ async def _edit(
     pod: str, namespace: str, edits: Sequence[str], kubeconfig: Path | None, context: str | None
 ) -> Taints:
     # The Kubernetes client takes a second to import; wrong calls are told before.
-    from kubernetes.aio.config import ConfigException
-
     from picker.pool.kube.api import KubeApi
+    from picker.pool.kube.errors import UnusableCredentials
 
     try:
         api = await KubeApi.connect(kubeconfig, context)
-    except ConfigException as error:
+    except UnusableCredentials as error:
         raise fail(str(error)) from None
     try:
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}"

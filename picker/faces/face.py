@@ -190,6 +190,9 @@ def _tracing(settings: TelemetrySettings) -> Tracing | None:
         return None
     try:
         from picker.telemetry.tracing import Tracing
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"telemetry.tracing needs the extra `otel`: {error}") from None
+    # Another package has a folder of that name, so that it is not the module that is not found.
+    except ImportError as error:
+        raise SettingsError(
+            f"telemetry.tracing needs the extra `otel` (pip install opentelemetry-sdk): {error}"
+        ) from None
     return Tracing(settings.trace_ratio, __version__)

@@ -14,7 +14,7 @@ import aiohttp
 
 from picker.admin.access import TOKEN_HEADER
 from picker.pool.kube.api import KubeApi
-from picker.pool.kube.errors import ApiError
+from picker.pool.kube.errors import ApiError, UnusableCredentials
 from picker.pool.kube.leader_mark import LEADER_LABEL
 
 Annotations = Mapping[str, str | None]
@@ -151,9 +151,13 @@ async def connected(where: Where) -> AsyncIterator[Cluster]:
     kubeconfig = where.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)
     try:
         contexts, active = config.list_kube_config_contexts(str(kubeconfig))
-        api = await KubeApi.connect(kubeconfig, where.context)
-    except (config.ConfigException, TypeError) as error:
+    # The client fails in as many ways as a file can be wrong.
+    except Exception as error:
         raise NotThere(f"the kubeconfig {kubeconfig} cannot be used: {error}") from None
+    try:
+        api = await KubeApi.connect(kubeconfig, where.context)
+    except UnusableCredentials as error:
+        raise NotThere(str(error)) from None
     chosen = next((each for each in contexts if each["name"] == where.context), active)
     namespace = where.namespace or chosen["context"].get("namespace") or "default"
     try:

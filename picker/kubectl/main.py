@@ -79,7 +79,7 @@ def _where(
 @app.command()
 def status(context: typer.Context, as_json: JsonOption = False) -> None:
     """The classes and the endpoints, as `picker status` shows them."""
-    found = in_cluster(context.obj, lambda cluster: cluster.admin("/status"))
+    found = _status(context)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -89,7 +89,7 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 @app.command()
 def queues(context: typer.Context, as_json: JsonOption = False) -> None:
     """The classes: weights, shares, who waits and for how long."""
-    found = in_cluster(context.obj, lambda cluster: cluster.admin("/status"))
+    found = _status(context)
     if as_json:
         typer.echo(json.dumps(found["queues"], indent=2))
         return
@@ -99,7 +99,7 @@ def queues(context: typer.Context, as_json: JsonOption = False) -> None:
 @app.command()
 def endpoints(context: typer.Context, as_json: JsonOption = False) -> None:
     """The endpoints: state, load, cache and taints."""
-    found = in_cluster(context.obj, lambda cluster: cluster.admin("/status"))
+    found = _status(context)
     if as_json:
         typer.echo(json.dumps(found["pool"], indent=2))
         return
@@ -122,6 +122,13 @@ def explain(
     console = Console()
     for text in _explained(found):
         console.print(text)
+
+
+def _status(context: typer.Context) -> dict[str, Any]:
+    found: dict[str, Any] | None = in_cluster(context.obj, lambda cluster: cluster.admin("/status"))
+    if not isinstance(found, dict) or not {"queues", "pool"} <= found.keys():
+        raise fail("what answers there is no picker's admin port")
+    return found
 
 
 def _queues(found: dict[str, Any]) -> Table:

@@ -127,7 +127,7 @@ def _read_file(path: Path) -> Document:
             f"{path}: settings must be a mapping of groups: {', '.join(Settings.model_fields)}"
         )
     for setting in all_settings():
-        if setting.kind == "path":
+        if setting.kind in ("path", "name=path,..."):
             _resolve(document.data, setting.path, path.parent)
     return document
 
@@ -137,8 +137,13 @@ def _resolve(data: Any, path: tuple[str, ...], directory: Path) -> None:
     *parents, name = path
     for parent in parents:
         data = data.get(parent) if isinstance(data, dict) else None
-    if isinstance(data, dict) and isinstance(data.get(name), str):
-        data[name] = str(directory / data[name])
+    match data.get(name) if isinstance(data, dict) else None:
+        case str(text):
+            data[name] = str(directory / text)
+        case dict(named):
+            data[name] = {
+                key: str(directory / text) if isinstance(text, str) else text for key, text in named.items()
+            }
 
 
 class _Sources:

@@ -53,9 +53,11 @@ def mock_engine_command(
         float, typer.Option(help="Seconds that each decoding request adds to an iteration.", min=0.0)
     ] = _DEFAULTS.decode_time,
     kv_events: Annotated[bool, typer.Option(help="Publish KV events over ZMQ.")] = True,
-    kv_port: Annotated[int, typer.Option(help="Port of the KV events; 0 takes a free one.", min=0)] = 5557,
+    kv_port: Annotated[
+        int, typer.Option(help="Port of the KV events; 0 takes a free one.", min=0, max=65535)
+    ] = 5557,
     replay_port: Annotated[
-        int, typer.Option(help="Port that replays missed KV events; 0 takes a free one.", min=0)
+        int, typer.Option(help="Port that replays missed KV events; 0 takes a free one.", min=0, max=65535)
     ] = 5558,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print the addresses as one JSON line.")

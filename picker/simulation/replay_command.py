@@ -50,6 +50,8 @@ def replay_command(
 
         picker replay arrivals.jsonl --url http://localhost:8080 --model tiny --speed 2
     """
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{url!r} does not begin with http:// or https://", param_hint="--url")
     try:
         workload = read_recording(recording)
     except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ import msgspec
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from picker.pool.kube.errors import ApiError, SilentError
+from picker.pool.kube.errors import ApiError, SilentError, UnusableCredentials
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class KubeApi:
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None = None, context: str | None = None) -> KubeApi:
-        """By `kubeconfig`, or by the pod's own service account when that is None. Raises ConfigException."""
+        """By `kubeconfig`, or by the pod's own service account when that is None. Raises UnusableCredentials."""
         configuration = Configuration()
         # From 3.13 on, Python refuses certificates that lack what RFC 5280 wants beside the signature, as those of some
         # clusters do. They are verified all the same, and so is the server's name.
@@ -46,7 +46,15 @@ class KubeApi:
             else:
                 await config.load_kube_config(str(kubeconfig), context, configuration)
 
-        await reload()
+        try:
+            await reload()
+        # The client fails in as many ways as a file can be wrong.
+        except Exception as error:
+            if kubeconfig is None:
+                raise UnusableCredentials(
+                    f"not in a pod of a cluster, and no kubeconfig is named: {error}"
+                ) from None
+            raise UnusableCredentials(f"the kubeconfig {kubeconfig} cannot be used: {error}") from None
         return cls(configuration, reload)
 
     async def close(self) -> None:

@@ -12,6 +12,10 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
 
+class UnusableCredentials(Exception):
+    """Nothing says how to reach an API server, or what says it cannot be read."""
+
+
 class SilentError(ApiError):
     """The server said nothing for longer than it should."""
 
