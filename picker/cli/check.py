@@ -110,6 +110,16 @@ def settings_warnings(settings: Settings) -> Iterator[str]:
         yield "there is no policy.file: all requests share one class"
     if not settings.tokens.models:
         yield "there is no tokens.models: prompts are estimated by their size, and caches are not looked at"
+    tls = settings.extproc.tls
+    for key, file in (
+        ("admin.token_file", settings.admin.token_file),
+        ("extproc.tls.cert_file", tls.cert_file),
+        ("extproc.tls.key_file", tls.key_file),
+        ("extproc.tls.client_ca_file", tls.client_ca_file),
+        ("pool.kubernetes.kubeconfig", settings.pool.kubernetes.kubeconfig),
+    ):
+        if file is not None and not file.is_file():
+            yield f"{key}: there is no file {file}"
     for model, directory in settings.tokens.models.items():
         if not (directory / "tokenizer.json").is_file():
             yield f"tokens.models: {directory} of {model} has no tokenizer.json"

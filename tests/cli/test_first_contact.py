@@ -72,6 +72,14 @@ def test_no_cluster_at_all() -> None:
     assert "no kubeconfig is named" in told(result, 1)
 
 
+def test_files_that_are_not_there_are_named_before_anybody_serves() -> None:
+    result = picker(
+        "check", "--admin-token-file", "/nowhere/token", "--pool-kubernetes-kubeconfig", "/nowhere/k"
+    )
+    assert "warning: admin.token_file: there is no file /nowhere/token\n" in result.stdout
+    assert "warning: pool.kubernetes.kubeconfig: there is no file /nowhere/k\n" in result.stdout
+
+
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     report = tmp_path / "nowhere" / "report.html"
     result = picker("simulate", "shared-prefix:rate=5,duration=2", "--report", str(report))
