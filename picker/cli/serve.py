@@ -32,7 +32,7 @@ def _serve(settings: Settings) -> None:
         raise fail(str(error), 2) from None
     app.telemetry.sources.stats["log"] = lines
     for warning in settings_warnings(settings):
-        log.warning("%s", warning)
+        logging.getLogger("picker.settings").warning("%s", warning)
     try:
         failed = asyncio.run(_run(app))
     except OSError as error:

@@ -169,13 +169,15 @@ class PickerChild:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
     def complaints(self) -> list[str]:
-        """What it has logged above the level of information, and whatever is no log line at all."""
+        """What it has logged above the level of information, and whatever is no log line at all. What there is to say
+        of its settings at the start is meant so.
+        """
         lines = self.log.read_text().splitlines()
         stray = [line for line in lines if not line.startswith("{")]
         return stray + [
             f"{line['level']} {line['logger']}: {line['message']} {line.get('exception', '')}"
             for line in self.log_lines()
-            if line["level"] in ("warning", "error", "critical")
+            if line["level"] in ("warning", "error", "critical") and line["logger"] != "picker.settings"
         ]
 
     def log_tail(self) -> str:
