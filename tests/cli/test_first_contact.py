@@ -17,13 +17,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from picker.settings import load_settings
+from tests.support.ports import ANY_PORTS
 from tests.support.servers import eventually
-
-ANY_PORTS = [
-    word
-    for port in ("--extproc-port", "--extproc-health-port", "--admin-port", "--admin-grpc-port")
-    for word in (port, "0")
-]
 
 
 def picker(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from picker.telemetry.catalogue import ROOM_METRICS
+from tests.support.ports import ANY_PORTS
 
 # Rooms that this run does not have.
 ELSEWHERE = {"face", "faces", "kube", "kube_watch", "lease", "policy_file", "recording"}
@@ -25,19 +26,9 @@ ELSEWHERE = {"face", "faces", "kube", "kube_watch", "lease", "policy_file", "rec
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
     """The process and its ports by name."""
-    flags = [
-        "--extproc-port",
-        "0",
-        "--extproc-health-port",
-        "0",
-        "--admin-port",
-        "0",
-        "--admin-grpc-port",
-        "0",
-    ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PICKER_")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "picker", "serve", *flags, "--log-format", "json", *arguments],
+        [sys.executable, "-m", "picker", "serve", *ANY_PORTS, "--log-format", "json", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env=environ,
@@ -99,22 +90,12 @@ def test_serves_shows_itself_and_stops_on_sigterm(pool: Path) -> None:
 
 
 def test_says_at_start_what_will_surprise(pool: Path, tmp_path: Path) -> None:
-    flags = [
-        "--extproc-port",
-        "0",
-        "--extproc-health-port",
-        "0",
-        "--admin-port",
-        "0",
-        "--admin-grpc-port",
-        "0",
-    ]
     command = [
         sys.executable,
         "-m",
         "picker",
         "serve",
-        *flags,
+        *ANY_PORTS,
         "--pool-file",
         str(pool),
         "--log-format",

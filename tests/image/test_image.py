@@ -20,15 +20,11 @@ from grpc_health.v1 import health_pb2
 from picker.extproc.messages import DESTINATION_HEADER
 from tests.image import recipe
 from tests.support import messages
+from tests.support.ports import ANY_PORTS
 
 pytestmark = pytest.mark.image
 
 POOL = "endpoints: [{name: pod-a, address: '127.0.0.1:9', metrics: false, block_size: 16}]\n"
-ANY_PORTS = [
-    word
-    for port in ("--extproc-port", "--extproc-health-port", "--admin-port", "--admin-grpc-port")
-    for word in (port, "0")
-]
 
 
 @pytest.fixture(scope="module")

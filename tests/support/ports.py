@@ -21,3 +21,11 @@ def free_ports(count: int) -> list[int]:
                 held.enter_context(socket.create_server(("127.0.0.1", port)))
                 ports.append(port)
         return ports
+
+
+# Flags of `picker serve`: each of its ports is one that is free.
+ANY_PORTS = [
+    word
+    for port in ("--extproc-port", "--extproc-health-port", "--admin-port", "--admin-grpc-port")
+    for word in (port, "0")
+]
